@@ -24,9 +24,9 @@ from softdb.kernels.threads import share_out, workers
 from softdb.store.snapshot import Block, Snapshot
 
 _BLOCK = 1 << 20  # numbers in a block of keys: 4 MB of float32; twice as many for few queries
-MANY, WIDE, LARGE = 64, 256, 1 << 28  # torch is faster above MANY queries and LARGE products, below WIDE numbers a key
 PIECE = 1 << 30  # multiplications in one kernel call: a tenth of a second, so that Ctrl-C is handled between calls
 _QUERIES = 256  # queries compared with a block at once
+PANEL = 16  # queries that kernels compare at once
 _SECOND = 16  # queries that the second round handles at once
 
 
@@ -76,6 +76,15 @@ def _padded(which: Rows, matches: Rows, queries: int) -> Rows:  # (q, m)
 def _block_for(queries: int, dim: int) -> int:
     """Return the number of records in a block, for a number of queries and a width of keys."""
     return min(max(_BLOCK * (2 if queries <= 8 else 1) // dim, 256), 1 << 16)
+
+
+def _in_panels(queries: Floats) -> Floats:  # (q, d) -> (p, d · PANEL)
+    """Return the first queries transposed, in panels. A last one that is less than half full is left out."""
+    q, d = queries.shape
+    count = (q + PANEL // 2) // PANEL
+    padded = np.zeros((count * PANEL, d), np.float32)
+    padded[:q] = queries[: count * PANEL]
+    return padded.reshape(count, PANEL, d).swapaxes(1, 2).reshape(count, PANEL * d)
 
 
 class Scan:
@@ -145,12 +154,9 @@ class Scan:
     def compared(self, queries: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor] | None:
         """Return what `nearest` returns, from kernels that read keys in place and do not wake torch's threads.
 
-        Return None if there are no kernels, if queries are float64, if a score overflows float32, or if queries are
-        many and keys narrow, where matrix products are faster.
+        Return None if there are no kernels, if queries are float64, or if a score overflows float32.
         """
         if queries.dtype is not torch.float32 or not available():
-            return None
-        if len(queries) > MANY and self.dim < WIDE and len(queries) * self.count * self.dim > LARGE:
             return None
         results = []
         for chunk in torch.split(queries, self.queries):
@@ -164,6 +170,7 @@ class Scan:
     def _compared(self, plain: Floats, k: int) -> tuple[Rows, NDArray[np.float64], Live] | None:
         width, size, metric = min(k + 8 + k // 8, self.count), self.snapshot.size, CODES[self.metric]
         seen, keys, kernels = prepared(plain, self.metric), self.snapshot.key_column, native()
+        panels = _in_panels(seen)
         products = len(plain) * self.count * self.dim
         threads = workers(products)
         count = max(threads, -(-products // PIECE))
@@ -173,7 +180,7 @@ class Scan:
 
         def work(numbers: range) -> bool:
             lost = [
-                kernels.scan(seen, keys, metric, self.keep, pieces[i], pieces[i + 1], per_piece[i], scores[i])
+                kernels.scan(seen, panels, keys, metric, self.keep, pieces[i], pieces[i + 1], per_piece[i], scores[i])
                 for i in numbers
             ]
             return any(lost)

@@ -101,6 +101,7 @@ def score(
 ) -> None: ...
 def scan(
     queries: NDArray[float32],  # (q, d)
+    panels: NDArray[float32],  # (p, 16 d) the first queries, transposed in panels of 16
     keys: Column,
     metric: int,
     keep: NDArray[bool_],  # (size,)

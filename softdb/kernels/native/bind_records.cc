@@ -133,9 +133,9 @@ void bind_scores(nb::module_& module) {
                            Table<float> scores) {
         kernels().score({queries, positions, keys.stored, Metric(metric), scores});
     }, free);
-    module.def("scan", [](Table<const float> queries, const StoredColumn& keys, int metric, Line<const bool> keep, int64_t low,
-                          int64_t high, Table<int64_t> matches, Table<float> scores) {
-        return kernels().scan({queries, keys.stored, Metric(metric), keep.first, low, high, matches, scores});
+    module.def("scan", [](Table<const float> queries, Table<const float> panels, const StoredColumn& keys, int metric,
+                          Line<const bool> keep, int64_t low, int64_t high, Table<int64_t> matches, Table<float> scores) {
+        return kernels().scan({queries, panels, keys.stored, Metric(metric), keep.first, low, high, matches, scores});
     }, free, "Write the best records by scores in float32; True if a score is NaN or infinite.");
     module.def("rescore", [](Table<const float> queries, Table<const int64_t> positions, Line<const double> floor,
                             const StoredColumn& keys, int metric, Table<int64_t> matches, Table<double> exact, int64_t k,

@@ -60,20 +60,6 @@ SOFTDB_INLINE Bytes lookup(Bytes table, Bytes index) {
 #endif
 }
 
-// A mask with a bit for each lane in which a > b.
-SOFTDB_INLINE uint32_t above(Vec a, Vec b) {
-#if defined(__AVX512F__)
-    return _mm512_cmp_ps_mask((__m512)a, (__m512)b, _CMP_GT_OQ);
-#elif defined(__AVX2__)
-    return uint32_t(_mm256_movemask_ps((__m256)(a > b)));
-#elif defined(__aarch64__)
-    const uint32x4_t bits = {1, 2, 4, 8};
-    return vaddvq_u32(vandq_u32((uint32x4_t)(a > b), bits));
-#else
-    return uint32_t(_mm_movemask_ps((__m128)(a > b)));
-#endif
-}
-
 constexpr int kGroup = 4;  // number of blocks whose sums are computed together
 
 // Sums for some blocks: for the first eight records of each block, and for the other eight.

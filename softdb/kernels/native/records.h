@@ -58,6 +58,7 @@ struct Score {
 // Arguments of `scan` (the best of all records by float32 scores) and `rescore` (their order by float64 scores).
 struct Scan {
     Table<const float> queries;  // (q, d); of length 1 for the cosine
+    Table<const float> panels;   // (p, 16 d) the first queries, transposed in panels of 16, the last one padded
     Stored keys;
     Metric metric = Metric::dot;
     const bool* keep = nullptr;  // (size,) over positions, true = compared

@@ -19,6 +19,9 @@ SOFTDB_INLINE float length_of(const Number* key, int64_t d) {
 }
 
 constexpr int kBlock = 64;  // number of keys compared with all queries while the keys are in a cache
+constexpr int kPanel = 16;  // number of queries in a panel, which lie in the lanes of vectors
+constexpr int kStep = 64;   // numbers of a key that are copied at once
+constexpr int64_t kPage = 4096;  // rows that lie a multiple of this apart would displace each other from the L1 cache
 constexpr int64_t kAhead = 16 << 10;  // bytes between a key and what is prefetched: processors stop at the end of a page
 
 // A block of keys.
@@ -84,10 +87,63 @@ bool compare(const Scan& args, int64_t first, const Keys<Number>& block) {
     return lost;
 }
 
+// Compare a panel of queries with a block of keys. Return true if a score is NaN or infinite.
+template <bool l2, class Number>
+bool compare_panel(const Scan& args, int64_t panel, const Keys<Number>& block) {
+    constexpr int kVectors = kPanel / kLanes, keys = kRegisters / 2 / kVectors;
+    const int64_t first = panel * kPanel, d = args.keys.width;
+    const int size = int(min(args.queries.rows - first, int64_t(kPanel)));
+    alignas(64) float worst[kPanel];
+    for (int i = 0; i < kPanel; i++) worst[i] = i < size ? score_in(args.matches[first + i][0]) : __builtin_inff();
+    Vec doubt = {};
+    for (int begin = 0; begin < block.count; begin += keys) {
+        Vec sums[keys][kVectors] = {};
+        float copies[keys][kStep];
+        for (int64_t low = 0; low < d; low += kStep) {
+            const float* numbers[keys];
+            const int64_t count = min(d - low, int64_t(kStep));
+            for (int k = 0; k < keys; k++) {
+                const Number* key = block.at[min(begin + k, block.count - 1)] + low;
+                if (sizeof(Number) == 4 && d * 4 % kPage) {
+                    numbers[k] = (const float*)key;
+                } else {
+                    int64_t t = 0;
+                    for (; t + kLanes <= count; t += kLanes) store(copies[k] + t, load(key + t));
+                    for (; t < count; t++) copies[k][t] = widen(key[t]);
+                    numbers[k] = copies[k];
+                }
+            }
+            const float* queries = args.panels[panel] + low * kPanel;
+            for (int64_t t = 0; t < count; t++, queries += kPanel)
+                for (int k = 0; k < keys; k++)
+                    for (int v = 0; v < kVectors; v++) {
+                        const Vec query = load(queries + v * kLanes), number = everywhere(numbers[k][t]);
+                        const Vec apart = l2 ? query - number : number;
+                        sums[k][v] += (l2 ? apart : query) * apart;
+                    }
+        }
+        for (int k = 0; k < keys && begin + k < block.count; k++)
+            for (int v = 0; v < kVectors; v++) {
+                const Vec score = (l2 ? -sums[k][v] : sums[k][v]) * block.inverse[begin + k];
+                doubt += score * 0.0f;
+                uint32_t hits = ~above(load(worst + v * kLanes), score) & ((1u << kLanes) - 1);
+                for (; hits; hits &= hits - 1) {
+                    const int lane = __builtin_ctz(hits), i = v * kLanes + lane;
+                    if (i >= size) break;
+                    int64_t* heap = args.matches[first + i];
+                    const int64_t entry = entry_of(score[lane], block.positions[begin + k]);
+                    if (entry < heap[0]) sink(heap, args.matches.width, entry), worst[i] = score_in(heap[0]);
+                }
+            }
+    }
+    return sum(doubt) != 0;
+}
+
 template <bool l2, class Number>
 bool compare_all(const Scan& args, const Keys<Number>& block) {
     bool lost = false;
-    int64_t i = 0;
+    for (int64_t panel = 0; panel < args.panels.rows; panel++) lost |= compare_panel<l2>(args, panel, block);
+    int64_t i = args.panels.rows * kPanel;
     for (; i + 4 <= args.queries.rows; i += 4) lost |= compare<4, 2, l2>(args, i, block);
     for (; i < args.queries.rows; i++) lost |= compare<1, 4, l2>(args, i, block);
     return lost;

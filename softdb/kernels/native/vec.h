@@ -79,6 +79,20 @@ SOFTDB_INLINE float widen(float x) { return x; }
 SOFTDB_INLINE Vec greater(Vec a, Vec b) { return a > b ? a : b; }
 SOFTDB_INLINE Vec smaller(Vec a, Vec b) { return a < b ? a : b; }
 
+// A mask with a bit for each lane in which a > b.
+SOFTDB_INLINE uint32_t above(Vec a, Vec b) {
+#if defined(__AVX512F__)
+    return _mm512_cmp_ps_mask((__m512)a, (__m512)b, _CMP_GT_OQ);
+#elif defined(__AVX2__)
+    return uint32_t(_mm256_movemask_ps((__m256)(a > b)));
+#elif defined(__aarch64__)
+    const uint32x4_t bits = {1, 2, 4, 8};
+    return vaddvq_u32(vandq_u32((uint32x4_t)(a > b), bits));
+#else
+    return uint32_t(_mm_movemask_ps((__m128)(a > b)));
+#endif
+}
+
 // The sum of the lanes.
 SOFTDB_INLINE float sum(Vec x) {
     typedef float Quad __attribute__((vector_size(16)));

@@ -71,6 +71,33 @@ def test_exact_search_agrees_with_the_reference(metric: Any, dtype: Any, k: int,
         check(db.search(queries, k=k), scores, width, lengths(queries, keys))
 
 
+@pytest.mark.parametrize("metric", ["dot", "cosine", "l2"])
+@pytest.mark.parametrize(("dtype", "dim"), [("float32", 3), ("float16", 65), ("float32", 130), ("float32", 1024)])
+def test_a_batch_of_any_size_gives_the_answers_of_single_queries(metric: Any, dtype: Any, dim: int) -> None:
+    """Kernels compare 16 queries at once; the last ones of a batch are compared in fours, or alone."""
+    keys = world(203, dim).astype(dtype)
+    queries = np.concatenate([world(30, dim, 1), keys[-3:].astype(np.float32)])
+    with holding(keys, metric=metric, dtype=dtype) as db:
+        db.delete(list(range(0, 203, 7)))
+        single = torch.cat([db.search(query, k=9, exact=True).rows for query in queries])
+        scores = reference(metric, queries, keys)
+        scale = lengths(queries, keys) + np.abs(scores)
+        scores[:, ::7] = -np.inf
+        check(db.search(queries, k=9, exact=True), scores, 9, scale)
+        for count in (7, 8, 15, 16, 17, 23, 24, 33):
+            assert db.search(queries[:count], k=9, exact=True).rows.tolist() == single[:count].tolist(), count
+
+
+def test_a_score_too_large_for_float32_does_not_disturb_other_queries_of_the_batch() -> None:
+    keys = np.eye(40, 8, dtype=np.float32)
+    keys[17], keys[29] = 1e37, 2e37
+    queries = np.ones((16, 8), np.float32)
+    queries[11] = 1e3  # both scores are infinite
+    with holding(keys) as db:
+        rows = db.search(queries, k=2, exact=True).rows.tolist()
+        assert rows == [[29, 17]] * 11 + [[17, 29]] + [[29, 17]] * 4
+
+
 def test_the_checker_accepts_ties_and_refuses_swaps() -> None:
     scores = np.array([[3.0, 2.0, 2.0, 1.0]])
     scale = np.ones((1, 4))
