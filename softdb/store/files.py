@@ -13,7 +13,7 @@ import io
 import os
 import re
 import stat
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
@@ -49,7 +49,7 @@ def mark(place: str | int, folder: int | None = None) -> Mark | None:
 def create(path: Path, head: bytes, size: int, named: bool = True, folder: int | None = None) -> None:
     """Create a file of `size` bytes: `head`, then zeros. Sync its name, or leave that to the caller if not `named`.
 
-    The content is not synced: the first synced `write_at` or `filling` brings head and size to disk.
+    The content is not synced: the first synced `write_at`, or `sync`, brings head and size to disk.
     """
     with _open_descriptor(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, folder=folder) as descriptor:
         _write(descriptor, memoryview(head), 0)
@@ -64,20 +64,6 @@ def write_at(path: Path, data: bytes | memoryview, offset: int, synced: bool = T
         _write(descriptor, memoryview(data), offset)
         if synced:
             disk.sync(descriptor)
-
-
-@contextlib.contextmanager
-def filling(path: Path, offset: int, folder: int | None = None) -> Iterator[Callable[[bytes | memoryview], None]]:
-    """Yield a function that writes bytes to an existing file, from `offset` on, call after call; sync at the end."""
-    with _open_descriptor(path, os.O_WRONLY, folder=folder) as descriptor:
-
-        def put(data: bytes | memoryview) -> None:
-            nonlocal offset
-            _write(descriptor, memoryview(data), offset)
-            offset += len(data)
-
-        yield put
-        disk.sync(descriptor)
 
 
 def copy(source: BinaryIO, path: Path) -> None:

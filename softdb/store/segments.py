@@ -18,7 +18,7 @@ import math
 import os
 import re
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache, lru_cache
 from pathlib import Path
@@ -134,16 +134,17 @@ class ColumnFiles:
         """Write pieces to free slots while the caller's block runs; on disk at the end or, if relaxed, at `sync`."""
         if sum(piece.keys.nbytes for piece in pieces) < BACKGROUND_BYTES or self.directory is None:
             for piece in pieces:
-                self._write(piece)
+                self.write(piece)
             yield
             return
         with ThreadPoolExecutor(1, "softdb-write") as thread:  # on any exit, waits for the thread
-            writes = [thread.submit(self._write, piece) for piece in pieces]
+            writes = [thread.submit(self.write, piece) for piece in pieces]
             yield
             for write in writes:
                 write.result()
 
-    def _write(self, piece: Piece) -> None:
+    def write(self, piece: Piece) -> None:
+        """Write a piece to free slots; on disk when this returns, unless relaxed."""
         entry = piece.entry
         for column, data in (("keys", piece.keys), ("values", piece.values)):
             if data is None:
@@ -187,31 +188,17 @@ class ColumnFiles:
 
     def fill(self, number: int, capacity: int, parts: Iterable[SegmentPart]) -> None:
         """Write all slots of a new segment, part by part; on disk when this returns."""
-        with contextlib.ExitStack() as open_files:
-            put: dict[str, Callable[[bytes | memoryview], None]] = {}
-            done = 0
-            for chunk in parts:
-                for column, data in chunk._asdict().items():
-                    if data is None:
-                        continue
-                    if self.directory is None:
-                        self._arrays[column, number][done : done + len(data)] = data
-                        continue
-                    if column not in put:
-                        filling = files.filling(
-                            self._path(column, number), self._offset(column, capacity), self._folder
-                        )
-                        put[column] = open_files.enter_context(filling)
-                    put[column](_raw(data))
-                done += len(chunk.keys)
-
-    def overwrite(self, number: int, capacity: int, slot: int, keys: Array) -> None:
-        """Replace the keys in slots from `slot` on, in a segment not yet committed; on disk when this returns."""
-        if self.directory is None:
-            self._arrays["keys", number][slot : slot + len(keys)] = keys
-            return
-        start = self._offset("keys", capacity, slot)
-        files.write_at(self._path("keys", number), _raw(keys), start, folder=self._folder)
+        done, paths = 0, set[Path]()  # not `_unsynced`, because another thread may write meanwhile
+        for part in parts:
+            for column, data in part._asdict().items():
+                if data is not None and self.directory is None:
+                    self._arrays[column, number][done : done + len(data)] = data
+                elif data is not None:
+                    paths.add(path := self._path(column, number))
+                    files.write_at(path, _raw(data), self._offset(column, capacity, done), False, self._folder)
+            done += len(part.keys)
+        for path in sorted(paths):
+            files.sync(path, self._folder)
 
     def like(self, schema: Schema) -> ColumnFiles:
         """Return the column files of the same directory for another schema, to write segments beside the old ones."""
@@ -265,7 +252,7 @@ class ColumnFiles:
                 self._mark(path)
         return array
 
-    def _offset(self, column: str, capacity: int, slot: int = 0) -> int:
+    def _offset(self, column: str, capacity: int, slot: int) -> int:
         dtype, width = self._all[column]
         return len(header(dtype, (capacity, *width))) + _bytes(dtype, (slot, *width))
 

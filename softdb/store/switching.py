@@ -20,7 +20,7 @@ from softdb.store import gaps, keyed
 from softdb.store.catalog import Catalog
 from softdb.store.gathered import Gathered
 from softdb.store.keyed import Keyed
-from softdb.store.segments import MAX_ROWS, ColumnFiles, SegmentEntry, SegmentPart, checksum
+from softdb.store.segments import MAX_ROWS, ColumnFiles, Piece, SegmentEntry, SegmentPart, checksum
 from softdb.store.snapshot import Snapshot
 from softdb.store.soundness import AT_ONCE, checksums, damaged, require_sound
 from softdb.store.store import Store
@@ -206,7 +206,7 @@ class Switch:
         for segment in self.segments:
             for slot in np.flatnonzero(np.isin(segment.rows, self.again)).tolist():
                 key = self.gathered.keys(segment.rows[slot : slot + 1])
-                self.columns.overwrite(segment.number, len(segment.rows), slot, key)
+                self.columns.write(Piece(segment.entry._replace(used=slot), key, None))
                 segment.key_crcs[slot] = checksums(key)[0]
         live, rows = self.progress.of(snapshot), self.all_rows
         late = live[~np.isin(live, rows)]

@@ -66,7 +66,7 @@ def test_a_renamed_directory_stays_in_use(path: Path, folder: int, relaxed: bool
     columns.create(1, 4, gaps=True, aside=True)
     columns.fill(1, 4, [SegmentPart(KEYS, VALUES, np.arange(4))])
     columns.create(2, 4)
-    columns.overwrite(2, 4, 1, KEYS[:2])
+    columns.write(Piece(SegmentEntry(2, 0, 4, 1), KEYS[:2], None))
     columns.create(3, 4)
     columns.remove([3])
     columns.create(4, 4)
