@@ -57,7 +57,7 @@ def append(
         if batch.texts is not None:
             textindex.add(catalog.connection, state.next_row)
         if not wide:
-            gaps.put(catalog, (), len(batch.ids), None)
+            gaps.put(catalog, (), len(batch.ids))
         elif batch.keyed is not None:
             catalog.set_tombstones(state.next_row + np.flatnonzero(~batch.keyed))
         for entry in filled:

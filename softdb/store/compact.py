@@ -10,19 +10,19 @@ each group is old or new, and the next writer removes unused files. Readers of a
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
 from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from softdb.check import Array
 from softdb.errors import CorruptionError, WriteFailed
 from softdb.reports import CompactReport
 from softdb.store import gaps
-from softdb.store.segments import MAX_ROWS, SegmentEntry, SegmentPart, checksum
+from softdb.store.segments import MAX_ROWS, NewSegment
 from softdb.store.snapshot import Snapshot
-from softdb.store.soundness import AT_ONCE, damaged, require_sound
+from softdb.store.soundness import damaged, require_sound
 from softdb.store.store import Store
 
 
@@ -96,13 +96,6 @@ class _Group(NamedTuple):
         return [(self.snapshot.segments[i].number, len(self.snapshot.segments[i])) for i in self.places]
 
 
-class _Written(NamedTuple):
-    """A new segment on disk that the catalogue does not name yet."""
-
-    entry: SegmentEntry
-    rows_crc: int | None  # None: the rows have no gaps
-
-
 def _replace(store: Store, numbers: set[int]) -> int:
     """Replace several segments by one, and return the number of removed rows."""
     group, number = store.run(_reserve, store, numbers)
@@ -118,7 +111,7 @@ def _reserve(store: Store, numbers: set[int]) -> tuple[_Group | None, int]:
         return _Group.of(store, numbers), gaps.reserve(store.catalog)
 
 
-def _commit(store: Store, numbers: set[int], group: _Group, number: int, written: _Written | None) -> int:
+def _commit(store: Store, numbers: set[int], group: _Group, number: int, written: NewSegment | None) -> int:
     with store.write_transaction(durable=True):  # durable, because files are unlinked afterwards
         current = _Group.of(store, numbers)
         if current is None:
@@ -132,7 +125,7 @@ def _commit(store: Store, numbers: set[int], group: _Group, number: int, written
     return int(np.count_nonzero(~np.isin(group.dropped, group.snapshot.keyless)))
 
 
-def _write_aside(store: Store, group: _Group, number: int) -> _Written | None:
+def _write_aside(store: Store, group: _Group, number: int) -> NewSegment | None:
     """Copy a group while other threads read and write. An error here changes nothing."""
     try:
         return _write(store, group, number)
@@ -144,27 +137,17 @@ def _write_aside(store: Store, group: _Group, number: int) -> _Written | None:
         raise WriteFailed(f"the disk refused a write ({error}); no record changed; make room") from error
 
 
-def _write(store: Store, group: _Group, number: int) -> _Written | None:
+def _write(store: Store, group: _Group, number: int) -> NewSegment | None:
     """Write and sync a new segment with a group's live rows; return None if no row is live."""
     _require_sound(store, group)
-    count = len(group.live)
-    if not count:
+    if not len(group.live):
         return None
-    rows = group.snapshot.rows(group.live)
-    has_gaps = int(rows[-1] - rows[0]) + 1 != count
 
-    def parts() -> Iterator[SegmentPart]:
-        for low in range(0, count, AT_ONCE):
-            positions = group.live[low : low + AT_ONCE]
-            keys, values = group.snapshot.keys_at(positions).numpy(), None
-            if store.schema.has_values:
-                values = group.snapshot.values_at(positions).numpy().astype(store.schema.value_dtype, copy=False)
-            yield SegmentPart(keys, values, rows[low : low + AT_ONCE] if has_gaps else None)
+    def read(slots: slice) -> tuple[Array, Array | None]:
+        positions = group.live[slots]
+        return group.snapshot.keys_at(positions).numpy(), group.snapshot.stored_values(positions)
 
-    store.columns.create(number, count, has_gaps, aside=True)
-    store.columns.fill(number, count, parts())
-    entry = SegmentEntry(number, int(rows[0]), count, count)
-    return _Written(entry, checksum(rows) if has_gaps else None)
+    return store.columns.build(number, group.snapshot.rows(group.live), read)
 
 
 def _require_sound(store: Store, group: _Group) -> None:
@@ -174,13 +157,10 @@ def _require_sound(store: Store, group: _Group) -> None:
     require_sound(damage, "then compact")
 
 
-def _swap(store: Store, group: _Group, written: _Written | None) -> None:
+def _swap(store: Store, group: _Group, written: NewSegment | None) -> None:
     """Replace the old segments by the new one in the catalogue."""
     catalog = store.catalog
     old = [number for number, _ in group.shape]
-    crc = None if written is None or written.rows_crc is None else (written.entry.number, written.rows_crc)
-    gaps.put(catalog, old, len(group.dropped), crc)
-    if written is not None:
-        catalog.put_segment(written.entry)
+    gaps.put(catalog, old, len(group.dropped), [written] if written else ())
     catalog.set_tombstones(group.dropped, False)
     catalog.advance(0)

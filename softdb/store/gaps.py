@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from softdb.store.catalog import Catalog
 from softdb.store.connect import damaged_catalog
-from softdb.store.segments import SegmentEntry
+from softdb.store.segments import NewSegment, SegmentEntry
 
 MAX_SEGMENT = 10**8 - 2  # largest number: file names have eight digits
 
@@ -63,10 +63,12 @@ def reserve(catalog: Catalog) -> int:
     return number
 
 
-def put(catalog: Catalog, dropped: Iterable[int], removed: int, new: tuple[int, int] | None) -> None:
-    """Drop segments, add `removed` to the setting `gone`, and add a `new` segment with gaps: (number, rows_crc)."""
+def put(catalog: Catalog, dropped: Iterable[int], removed: int, new: Iterable[NewSegment] = ()) -> None:
+    """Drop segments, add `removed` to the setting `gone`, and add new segments."""
     for table in ("segments", "gaps"):
         catalog.connection.executemany(f"DELETE FROM {table} WHERE segment = ?", [(number,) for number in dropped])
-    if new is not None:
-        catalog.connection.execute("INSERT INTO gaps VALUES(?, ?)", new)
+    for entry, rows_crc in new:
+        catalog.put_segment(entry)
+        if rows_crc is not None:
+            catalog.connection.execute("INSERT INTO gaps VALUES(?, ?)", (entry.number, rows_crc))
     catalog.put_setting("gone", catalog.setting("gone") + removed)

@@ -18,7 +18,7 @@ import math
 import os
 import re
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache, lru_cache
 from pathlib import Path
@@ -31,6 +31,7 @@ from softdb.check import Array, Schema
 from softdb.errors import CorruptionError, SoftDBError
 from softdb.store import files
 from softdb.store.directory import Displaced
+from softdb.store.soundness import AT_ONCE
 
 FIRST_ROWS = 64  # slots of the smallest segment: small databases must not allocate megabytes
 MAX_ROWS = 1 << 20  # slots of the largest segment: larger files gain nothing
@@ -78,6 +79,13 @@ class SegmentPart(NamedTuple):
     keys: Array  # (n, d)
     values: Array | None  # (n, v) or labels (n,)
     rows: NDArray[np.int64] | None  # (n,), if rows have gaps
+
+
+class NewSegment(NamedTuple):
+    """A segment on disk that the catalogue does not name yet."""
+
+    entry: SegmentEntry
+    rows_crc: int | None  # None: the rows have no gaps
 
 
 class _Exposed:
@@ -185,6 +193,20 @@ class ColumnFiles:
         if self._unnamed and self.directory is not None:
             files.sync_directory(self.directory, self._folder)
         self._unnamed = False
+
+    def build(
+        self, number: int, rows: NDArray[np.int64], read: Callable[[slice], tuple[Array, Array | None]]
+    ) -> NewSegment:
+        """Write a segment of rows (m,), ascending; on disk when this returns. `read`: returns keys and values of slots.
+
+        Other threads may read and write meanwhile.
+        """
+        count = len(rows)
+        has_gaps = int(rows[-1] - rows[0]) + 1 != count
+        self.create(number, count, has_gaps, aside=True)
+        slots = (slice(low, low + AT_ONCE) for low in range(0, count, AT_ONCE))
+        self.fill(number, count, (SegmentPart(*read(own), rows[own] if has_gaps else None) for own in slots))
+        return NewSegment(SegmentEntry(number, int(rows[0]), count, count), checksum(rows) if has_gaps else None)
 
     def fill(self, number: int, capacity: int, parts: Iterable[SegmentPart]) -> None:
         """Write all slots of a new segment, part by part; on disk when this returns."""

@@ -198,6 +198,11 @@ class Snapshot:
         values = self._gather([s.values_or_keys for s in self.segments], positions)
         return values if values.is_floating_point() else values.long()
 
+    def stored_values(self, positions: Rows) -> NDArray[np.generic] | None:
+        """Copy the values of positions (m,) in the column's dtype; None if the keys serve as values."""
+        columns = [s.values for s in self.segments if s.values is not None]
+        return self._gather(columns, positions).numpy() if columns else None
+
     def blocks(
         self,
         size: int,  # maximum number of records of a block

@@ -177,8 +177,8 @@ class Store(Session):
             self._require_sound(snapshot, rows)
             if keys is None:
                 keys = snapshot.keys_at(positions).numpy()
-            if values is None and self.schema.has_values:
-                values = snapshot.values_at(positions).numpy().astype(self.schema.value_dtype)
+            if values is None:
+                values = snapshot.stored_values(positions)
             self._delete(rows)
             batch = Batch(ids, keys, values, payloads or old_payloads, texts or old_texts)
             self._put_origin(keys, new)

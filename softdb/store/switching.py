@@ -10,17 +10,19 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from softdb.check import Schema
+from softdb.check import Array, Schema
 from softdb.errors import WriteFailed
 from softdb.store import gaps, keyed
 from softdb.store.catalog import Catalog
 from softdb.store.gathered import Gathered
 from softdb.store.keyed import Keyed
-from softdb.store.segments import MAX_ROWS, ColumnFiles, Piece, SegmentEntry, SegmentPart, checksum
+from softdb.store.segments import MAX_ROWS, ColumnFiles, NewSegment, Piece
 from softdb.store.snapshot import Snapshot
 from softdb.store.soundness import AT_ONCE, checksums, damaged, require_sound
 from softdb.store.store import Store
@@ -95,21 +97,12 @@ def require_sound_values(store: Store) -> None:
     require_sound((item for item in reports if item.file.startswith("values")), "then reembed")
 
 
-@dataclass
-class _NewSegment:
-    """A new segment that the catalogue does not name yet."""
+class _Rekeyed(NamedTuple):
+    """A new segment, with its rows and the checksums of its keys."""
 
-    number: int
+    segment: NewSegment
     rows: Rows  # (m,) ascending
     key_crcs: NDArray[np.uint32]  # (m,)
-
-    @property
-    def has_gaps(self) -> bool:
-        return int(self.rows[-1] - self.rows[0]) + 1 != len(self.rows)
-
-    @property
-    def entry(self) -> SegmentEntry:
-        return SegmentEntry(self.number, int(self.rows[0]), len(self.rows), len(self.rows))
 
 
 @dataclass
@@ -127,7 +120,7 @@ class Switch:
         self.schema: Schema = self.origin.schema
         self.columns: ColumnFiles = self.store.columns.like(self.schema)
         self.numbers: list[int] = []  # numbers of new segments whose files may exist
-        self.segments: list[_NewSegment] = []
+        self.segments: list[_Rekeyed] = []
         self.again = _NONE  # rows whose keys were made again since their segment was written
         self.tries = 0
 
@@ -166,20 +159,17 @@ class Switch:
         self.numbers += numbers
         for number, low in zip(numbers, range(0, len(rows), MAX_ROWS), strict=True):
             chunk = rows[low : low + MAX_ROWS]
-            segment = _NewSegment(number, chunk, np.empty(len(chunk), np.uint32))
-            self.columns.create(number, len(chunk), segment.has_gaps, aside=True)
-            self.columns.fill(number, len(chunk), self._columns_of(segment, snapshot))
-            self.segments.append(segment)
+            crcs = np.empty(len(chunk), np.uint32)
+            segment = self.columns.build(number, chunk, partial(self._read, snapshot, chunk, crcs))
+            self.segments.append(_Rekeyed(segment, chunk, crcs))
 
-    def _columns_of(self, segment: _NewSegment, snapshot: Snapshot) -> Iterator[SegmentPart]:
-        for low in range(0, len(segment.rows), AT_ONCE):
-            rows = segment.rows[low : low + AT_ONCE]
-            keys, values = self.gathered.keys(rows), None
-            segment.key_crcs[low : low + AT_ONCE] = checksums(keys)
-            if self.schema.has_values:
-                values = snapshot.values_at(snapshot.positions(rows)).numpy()
-                values = values.astype(self.schema.value_dtype, copy=False)
-            yield SegmentPart(keys, values, rows if segment.has_gaps else None)
+    def _read(
+        self, snapshot: Snapshot, rows: Rows, crcs: NDArray[np.uint32], slots: slice
+    ) -> tuple[Array, Array | None]:
+        """Return the new keys and the stored values of slots; write the checksums of the keys to `crcs`."""
+        keys = self.gathered.keys(rows[slots])
+        crcs[slots] = checksums(keys)
+        return keys, snapshot.stored_values(snapshot.positions(rows[slots]))
 
     def catch_up(self) -> None:
         """Make the keys of rows that were written or changed meanwhile."""
@@ -203,11 +193,11 @@ class Switch:
 
     def _complete(self, snapshot: Snapshot) -> None:
         """Add the keys that were made after the segments were written, to these or to new segments."""
-        for segment in self.segments:
-            for slot in np.flatnonzero(np.isin(segment.rows, self.again)).tolist():
-                key = self.gathered.keys(segment.rows[slot : slot + 1])
+        for segment, own, crcs in self.segments:
+            for slot in np.flatnonzero(np.isin(own, self.again)).tolist():
+                key = self.gathered.keys(own[slot : slot + 1])
                 self.columns.write(Piece(segment.entry._replace(used=slot), key, None))
-                segment.key_crcs[slot] = checksums(key)[0]
+                crcs[slot] = checksums(key)[0]
         live, rows = self.progress.of(snapshot), self.all_rows
         late = live[~np.isin(live, rows)]
         if len(rows) and len(late):  # rows must ascend: an old record that only now got a text stays without a key
@@ -219,15 +209,13 @@ class Switch:
         """Replace all segments in the catalogue by the new ones, and return the numbers of the old ones."""
         catalog, rows = self.store.catalog, self.all_rows
         state, old = catalog.state(), [entry.number for entry in catalog.segments()]
-        gaps.put(catalog, old, state.next_row - len(rows) - catalog.setting("gone"), None)
+        removed = state.next_row - len(rows) - catalog.setting("gone")
+        gaps.put(catalog, old, removed, [new.segment for new in self.segments])
         live = self.progress.of(self.store.snapshot)
-        for segment in self.segments:
-            catalog.put_segment(segment.entry)
-            if segment.has_gaps:
-                gaps.put(catalog, (), 0, (segment.number, checksum(segment.rows)))
-            own = np.isin(segment.rows, live)
-            crcs = zip(segment.key_crcs[own].tolist(), segment.rows[own].tolist(), strict=True)
-            catalog.connection.executemany("UPDATE records SET key_crc = ? WHERE row = ?", crcs)
+        for _, own, crcs in self.segments:
+            keyed_rows = np.isin(own, live)
+            updates = zip(crcs[keyed_rows].tolist(), own[keyed_rows].tolist(), strict=True)
+            catalog.connection.executemany("UPDATE records SET key_crc = ? WHERE row = ?", updates)
         catalog.set_tombstones(catalog.dead(), False)
         catalog.set_tombstones(rows[~np.isin(rows, live)])
         catalog.connection.execute("DELETE FROM indexes")  # of the old keys

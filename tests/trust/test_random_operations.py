@@ -61,7 +61,7 @@ def limits(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
         (segments, "MAX_ROWS", 64),
         (compact, "MAX_ROWS", 64),
         (soundness, "AT_ONCE", 8),
-        (compact, "AT_ONCE", 8),
+        (segments, "AT_ONCE", 8),
         (segments, "BACKGROUND_BYTES", 64),
         (catalog, "CHUNK", 32),
         (backup, "SLOTS", 8),

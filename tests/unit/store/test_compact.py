@@ -747,7 +747,7 @@ def test_segments_to_merge_are_chosen_by_size(
 
 
 def test_a_segment_is_copied_block_by_block(place: Path | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compaction, "AT_ONCE", 16)
+    monkeypatch.setattr(segments, "AT_ONCE", 16)
     keys = np.arange(400.0).reshape(100, 4)
     with holding(keys, keys[:, :2], path=place) as db:
         db.delete(list(range(0, 100, 3)))
