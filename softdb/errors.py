@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+
 __all__ = [
     "BadFilter", "BadInput", "Cancelled", "Closed", "CorruptionError", "DatabaseLocked", "DeviceFailed",
     "DuplicateId", "EmptyDatabase", "EncoderWarning", "FormatTooNew", "MissingDependency", "NotADatabase", "ReadOnly",
@@ -104,3 +107,15 @@ class RecallWarning(UserWarning):
 
 class TrainingWarning(UserWarning):
     """A trained projection is worse than the unprojected queries, by a measure that the message names."""
+
+
+@contextlib.contextmanager
+def named(verb: str) -> Iterator[None]:
+    """Begin an error's message with the name of a public call, unless an inner call has done so. Also a decorator."""
+    try:
+        yield
+    except SoftDBError as error:
+        if not hasattr(error, "verb"):
+            error.verb = verb  # type: ignore[attr-defined]
+            error.args = (f"{verb}: {error.args[0]}", *error.args[1:])
+        raise

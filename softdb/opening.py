@@ -13,7 +13,7 @@ import apsw
 from softdb import check
 from softdb.database import DatabaseCore, SoftDB
 from softdb.encoders import REMEDY, EncoderLike, encoder_of, name_of, ngrams, require_like, require_same
-from softdb.errors import BadInput, CorruptionError, DatabaseLocked, NotADatabase, SoftDBError, WriteFailed
+from softdb.errors import BadInput, CorruptionError, DatabaseLocked, NotADatabase, SoftDBError, WriteFailed, named
 from softdb.filters import FilteredStore
 from softdb.misnomers import known_arguments
 from softdb.store.keyed import Keyed
@@ -73,7 +73,7 @@ def open(
         CorruptionError, FormatTooNew: the database is damaged, or written by a newer softdb.
         WriteFailed: in mode "rw" the disk refused a write; acknowledged changes are safe.
     """
-    try:
+    with named("open"):
         check.one_of(mode, "mode", ("rw", "r"))
         check.one_of(durability, "durability", ("full", "relaxed"))
         place = None if path is None else check.folder(path, "path", "a directory's path, or None for memory")
@@ -108,10 +108,6 @@ def open(
         except (OSError, apsw.Error) as error:
             raise _refused(path, mode, error) from error
         return db
-    except SoftDBError as error:
-        if not hasattr(error, "verb"):
-            error.args = (f"open: {error.args[0]}", *error.args[1:])
-        raise
 
 
 def existing(path: str | os.PathLike[str], encoder: EncoderLike | None = None) -> SoftDB:

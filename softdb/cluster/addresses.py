@@ -1,35 +1,13 @@
-"""Check a table's address, find the folder of its shards' directories, and prefix errors with a function's name."""
+"""Check a table's address, and find the folder of its shards' directories."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
-from functools import wraps
 from hashlib import blake2b
 from pathlib import Path
-from typing import ParamSpec, TypeVar
 
 from softdb import check
-from softdb.errors import BadInput, SoftDBError
-
-P = ParamSpec("P")
-R = TypeVar("R")
-
-
-def named(function: Callable[P, R]) -> Callable[P, R]:
-    """Decorate a function so that its errors begin with its name."""
-
-    @wraps(function)
-    def call(*args: P.args, **kwargs: P.kwargs) -> R:
-        try:
-            return function(*args, **kwargs)
-        except SoftDBError as error:
-            if not hasattr(error, "verb"):
-                error.verb = function.__name__  # type: ignore[attr-defined]
-                error.args = (f"{function.__name__}: {error.args[0]}", *error.args[1:])
-            raise
-
-    return call
+from softdb.errors import BadInput
 
 
 def address(url: str | os.PathLike[str]) -> str:

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 
 from softdb.check import shown
-from softdb.cluster.addresses import address, named
+from softdb.cluster.addresses import address
 from softdb.cluster.placement import by_shard, shard_of
-from softdb.errors import BadInput, DatabaseLocked, DuplicateId, WriteFailed
+from softdb.errors import BadInput, DatabaseLocked, DuplicateId, WriteFailed, named
 from softdb.lance_table.truth import Truth, stored
 from softdb.tables.arrow_tables import needed
 
@@ -22,7 +22,7 @@ _BUCKET = 1 << 22  # approximate number of ids that one task compares
 _TRIES = 20  # number of attempts to commit while other processes write, too
 
 
-@named
+@named("ingest")
 def ingest(
     url: str | os.PathLike[str], dataset: Any, *, upsert: bool = False, storage_options: dict[str, str] | None = None
 ) -> int:

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from softdb import check
 from softdb.cluster.actors import hosted
-from softdb.cluster.addresses import address, folder_of, named
+from softdb.cluster.addresses import address, folder_of
 from softdb.cluster.hydrate import Hydrated
 from softdb.cluster.local import LocalTable
 from softdb.cluster.placement import power_of_two
@@ -18,7 +18,7 @@ from softdb.cluster.shard import Transport
 from softdb.cluster.table_cluster import TableCluster
 from softdb.database.embedding import telling
 from softdb.encoders import EncoderLike, encoder_of, name_of, require_same
-from softdb.errors import BadInput, DatabaseLocked
+from softdb.errors import BadInput, DatabaseLocked, named
 from softdb.index.choose import Progress
 from softdb.lance_table import creation
 from softdb.lance_table import truth as tables
@@ -33,7 +33,7 @@ Place = Literal["here", "ray"]
 _HANDLES = 64  # largest number of handles of a table on one machine; each has its own directories
 
 
-@named
+@named("create")
 def create(
     url: str | os.PathLike[str],
     *,
@@ -84,7 +84,7 @@ def create(
     return open(place, encoder=embed, storage_options=storage_options, **opened)
 
 
-@named
+@named("open")
 def open(
     url: str | os.PathLike[str],
     mode: Literal["rw", "r"] = "rw",
@@ -127,7 +127,7 @@ def open(
     return _opened(truth, mode, timeout, partial, refresh, on, cache, encoder, progress)
 
 
-@named
+@named("serve")
 def serve(
     url: str | os.PathLike[str],
     *,

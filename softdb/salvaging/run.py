@@ -15,7 +15,7 @@ import numpy as np
 
 from softdb import check
 from softdb.check import Array, Id, Schema
-from softdb.errors import BadInput, CorruptionError, DatabaseLocked, NotADatabase, SoftDBError, WriteFailed
+from softdb.errors import BadInput, CorruptionError, DatabaseLocked, NotADatabase, WriteFailed, named
 from softdb.salvaging.placing import ColumnSpec, at_once, columns, file_of, place, read_slots
 from softdb.salvaging.remains import Remains
 from softdb.salvaging.settings import schema_of
@@ -68,13 +68,10 @@ def salvage(
         DatabaseLocked: another process writes to the database.
         WriteFailed: the disk refused a write; the destination was removed.
     """
-    try:
+    with named("salvage"):
         source, target = (check.folder(place, "path", "the path of a directory") for place in (path, destination))
         given = {"dim": dim, "value_dim": value_dim, "num_classes": num_classes, "dtype": dtype, "metric": metric}
         return _salvage(source, target, given)
-    except SoftDBError as error:
-        error.args = (f"salvage: {error.args[0]}", *error.args[1:])
-        raise
 
 
 def _salvage(path: Path, destination: Path, given: dict[str, Any]) -> dict[str, Any]:

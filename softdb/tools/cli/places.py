@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypeAlias, TypeVar
 
-from softdb.errors import BadInput, SoftDBError
+from softdb.errors import BadInput, SoftDBError, named
 from softdb.terminal import progress
 
 if TYPE_CHECKING:
@@ -63,12 +63,8 @@ def read(
     except (SoftDBError, OSError, apsw.Error):  # a cluster's table, or an error that opening the handle explains
         with answering(path, quiet=quiet) as db:
             return of_handle(db)
-    with contextlib.closing(store):
-        try:
-            return of_store(store)
-        except SoftDBError as error:
-            error.args = (f"{verb}: {error.args[0]}", *error.args[1:])
-            raise
+    with contextlib.closing(store), named(verb):
+        return of_store(store)
 
 
 def writing(path: Path, encoder: Encoder | None = None, *, quiet: bool = False) -> Place:
