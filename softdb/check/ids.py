@@ -68,12 +68,13 @@ def _identifier(value: object) -> Id:
     return int(value)
 
 
-def encodable(text: str, what: str) -> None:
-    """Raise BadInput if a text holds a lone surrogate; `what` names the text in the message."""
+def encodable(text: str, what: str, error: type[BadInput] = BadInput) -> str:
+    """Return a text unchanged. Raises `error` if it holds a lone surrogate; `what` names the text in the message."""
     try:
         text.encode("utf-8")
-    except UnicodeEncodeError as error:
-        bad = text[error.start : error.end]
-        raise BadInput(
+    except UnicodeEncodeError as found:
+        bad = text[found.start : found.end]
+        raise error(
             f"{what} holds the lone surrogate {bad!a}, which is not Unicode text; decode the source correctly"
         ) from None
+    return text

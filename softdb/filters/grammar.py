@@ -20,10 +20,10 @@ from typing import Any
 
 import numpy as np
 
-from softdb.check import MAX_DEPTH, is_missing, json_ready, shown
+from softdb.check import MAX_DEPTH, encodable, is_missing, json_ready, shown
 from softdb.errors import BadFilter
 from softdb.filters.conditions import All, Condition, Either, Node, Not, Span, compiled, ranged
-from softdb.store.paths import field_sql, parts_of, spelled, utf8
+from softdb.store.paths import field_sql, parts_of, spelled
 from softdb.store.textindex import MATCHING, phrases
 
 _ORDER = {"$gt": ">", "$gte": ">=", "$lt": "<", "$lte": "<="}
@@ -132,7 +132,7 @@ class _Field:
         """Match a string that begins with the operand: a range from this prefix to the next string without it."""
         if not isinstance(operand, str):
             raise BadFilter(f"field {shown(self.name)}: $startswith takes a text; got {shown(operand)}")
-        prefix = str(utf8(operand))
+        prefix = encodable(operand, f"the operand of {self.name}", BadFilter)
         stem = prefix.rstrip(chr(0x10FFFF))  # the largest character has no successor
         if not stem:
             return self.ordered(">=", prefix)
@@ -173,7 +173,8 @@ class _Field:
         if not isinstance(operand, str):
             raise BadFilter(f"field {shown(self.name)}: $icontains takes a text; got {shown(operand)}")
         sql = f"({self.type} = 'text' AND instr(casefold({self.value}), ?) > 0) IS TRUE"
-        return Condition(sql, (str(utf8(operand)).casefold(),), self.name, indexed=False)
+        folded = encodable(operand, f"the operand of {self.name}", BadFilter).casefold()
+        return Condition(sql, (folded,), self.name, indexed=False)
 
     def sized(self, operand: object) -> Node:
         """Match a list of this length."""
@@ -184,7 +185,7 @@ class _Field:
 
     def matches(self, operand: object) -> Node:
         """Match records whose text contains every word of the operand; the text index's tokenizer finds the words."""
-        if not isinstance(operand, str) or not (words := phrases(str(utf8(operand)))):
+        if not isinstance(operand, str) or not (words := phrases(encodable(operand, "$match", BadFilter))):
             raise BadFilter(f"$match is given {shown(operand)}; expected words to be found in the record's text")
         return Condition(MATCHING, (" ".join(words),), self.name, indexed=False)
 
@@ -265,7 +266,7 @@ def _kind(operand: object, name: str) -> str:
     if isinstance(operand, bool):
         return "true" if operand else "false"
     if isinstance(operand, str):
-        utf8(operand)
+        encodable(operand, f"the operand of {name}", BadFilter)
         return "string"
     if isinstance(operand, int) and -(2**63) <= operand < 2**63:
         return "number"

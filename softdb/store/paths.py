@@ -11,26 +11,17 @@ import itertools
 import re
 from collections.abc import Iterable, Sequence
 
-from softdb.check import MAX_DEPTH, shown
+from softdb.check import MAX_DEPTH, encodable, shown
 from softdb.errors import BadFilter, BadInput
 
 _MAX_NUMBERS = 4  # numbers in a path, at most: each may mean a list's index or a field, so 4 give 16 paths
 _NUMBER = re.compile(r"0|[1-9][0-9]{0,8}")  # longer ones overflow in SQLite below 3.54, and name another element
 
 
-def utf8(text: str, what: str = "where holds") -> str:
-    """Return a text unchanged. Raises BadFilter, with a message that begins with `what`, if the text is not Unicode."""
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError:
-        raise BadFilter(f"{what} {text!a}, which is not Unicode text; decode the source correctly") from None
-    return text
-
-
 def parts_of(name: str) -> tuple[str, ...]:
     """Split a field's name into the names of its path, outermost first. Raises BadFilter."""
     parts: list[list[str]] = [[]]
-    for piece in re.split(r"(\\[.\\]|\.)", utf8(name, "a field is named")):
+    for piece in re.split(r"(\\[.\\]|\.)", encodable(name, "a field's name", BadFilter)):
         if piece == ".":
             parts.append([])
         else:

@@ -266,7 +266,7 @@ def test_each_field_is_spelled_in_one_way(parts: list[str]) -> None:
         (["a.0.0.0.0.0"], "more than 4 numbers"),
         ([".".join("a" * 65)], "65 names deep"),
         (["nul\0"], "can have no index"),
-        (["\ud800"], r"a field is named '\\ud800', which is not Unicode"),
+        (["\ud800"], r"a field's name holds the lone surrogate '\\ud800', which is not Unicode"),
     ],
 )
 def test_invalid_field_names_are_refused(tmp_path: Path, fields: Any, message: str) -> None:
