@@ -17,7 +17,7 @@ from softdb.check import Id, Schema, shown
 from softdb.errors import CorruptionError, NotADatabase
 from softdb.store import format
 from softdb.store.budget import DENSEST, occupied, step_limit
-from softdb.store.connect import BUSY, connect, damaged_catalog, damaged_text, has_no_log, typed
+from softdb.store.connect import BUSY, connect, damaged_catalog, has_no_log, typed
 from softdb.store.entry import RecordEntry, plain
 from softdb.store.format import CHUNK, FORMAT
 from softdb.store.retired import Retired
@@ -71,10 +71,8 @@ class Catalog:
                 connection.close()
             if isinstance(error, apsw.NotADBError):
                 raise NotADatabase(f"{path} is not a softdb catalogue; choose another directory") from None
-            if isinstance(error, apsw.CorruptError | apsw.FormatError | apsw.SQLError):
+            if isinstance(error, apsw.CorruptError | apsw.FormatError | apsw.SQLError | UnicodeDecodeError):
                 raise typed(error) from error
-            if isinstance(error, UnicodeDecodeError):
-                raise damaged_text(error) from None
             raise
 
     def create(self, schema: Schema) -> None:

@@ -106,8 +106,10 @@ def _harden(connection: apsw.Connection) -> None:
     connection.execute("PRAGMA cell_size_check = ON")
 
 
-def typed(error: apsw.Error) -> SoftDBError:
-    """Return the error of softdb that stands for an error of SQLite."""
+def typed(error: apsw.Error | UnicodeDecodeError) -> SoftDBError:
+    """Return the error of softdb that stands for an error of SQLite, or for a stored text that is not UTF-8."""
+    if isinstance(error, UnicodeDecodeError):
+        return damaged_catalog(f"has a damaged text ({error})")
     if isinstance(error, apsw.BusyError | apsw.LockedError | apsw.ReadOnlyError):  # the last: a log not set up yet
         return DatabaseLocked(f"another process keeps catalog.sqlite locked ({error}); try again")
     if isinstance(error, apsw.FullError):
@@ -147,17 +149,10 @@ def damaged_text_index(what: str) -> CorruptionError:
     )
 
 
-def damaged_text(error: UnicodeDecodeError) -> CorruptionError:
-    """Return the error for a text in the catalogue that is not UTF-8."""
-    return damaged_catalog(f"has a damaged text ({error})")
-
-
 @contextlib.contextmanager
 def typed_errors() -> Iterator[None]:
     """Run a block that reads; raise softdb's errors instead of SQLite's, see `typed`."""
     try:
         yield
-    except apsw.Error as error:
+    except (apsw.Error, UnicodeDecodeError) as error:
         raise typed(error) from error
-    except UnicodeDecodeError as error:
-        raise damaged_text(error) from None

@@ -33,7 +33,7 @@ from softdb.errors import CorruptionError, SoftDBError, WriteFailed
 from softdb.store import disk
 from softdb.store.catalog import CatalogState
 from softdb.store.committed import Committed
-from softdb.store.connect import BUSY, damaged_text, of_text_index, refused, typed
+from softdb.store.connect import BUSY, of_text_index, refused, typed
 from softdb.store.directory import CATALOG, LOG, Directory, Displaced
 from softdb.store.reader import Reader
 from softdb.store.segments import ColumnFiles, SegmentEntry
@@ -99,14 +99,12 @@ class Writer:
             self._end(durable)
             if change.appended is not None:
                 loaded = self._reader.loader.append(*change.appended)
-        except (apsw.BusyError, apsw.LockedError) as error:  # another program has locked it: nothing was written
+        except (apsw.BusyError, apsw.LockedError, UnicodeDecodeError) as error:  # locked, or damaged: nothing was written
             raise typed(error) from error
         except _FAILURES as error:
             if isinstance(error, apsw.Error) and of_text_index(error):
                 raise typed(error) from error
             raise self.failed(error) from error
-        except UnicodeDecodeError as error:
-            raise damaged_text(error) from None
         finally:
             self._conclude(loaded)
 
