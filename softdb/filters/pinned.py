@@ -85,8 +85,10 @@ class PinnedStore(FilteredStore):
     def _earlier(self, where: dict[str, Any], matching: Matching, newest: Snapshot) -> Matching:
         """Convert the matches of the newest generation to those of the pinned one. Cost: time for the matches."""
         snapshot = self.snapshot
+        condition, bindings = statement(parse(where))
         with typed_errors():
-            deleted = self.catalog.retired.matching(snapshot, *statement(parse(where)))
+            sql = f"SELECT row FROM {self.catalog.retired.since(snapshot)} WHERE {condition}"
+            deleted = np.fromiter((row for (row,) in self.catalog.connection.execute(sql, bindings)), np.int64)
         rows = np.concatenate([newest.rows(np.flatnonzero(matching.live)), matching.keyless, deleted])
         positions = snapshot.positions(rows[~np.isin(rows, snapshot.keyless)])
         live = np.zeros(snapshot.size, np.bool_)

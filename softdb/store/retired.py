@@ -5,12 +5,7 @@ SQLite keeps the table in memory or in a temporary file, and rolls it back with 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
-
 import apsw
-import numpy as np
-from numpy.typing import NDArray
 
 from softdb.store.snapshot import Snapshot
 
@@ -42,12 +37,7 @@ class Retired:
             sql = f"INSERT OR REPLACE INTO retired SELECT *, ? FROM records WHERE {_ROWS}"
             self._connection.execute(sql, (generation, rows))
 
-    def matching(self, snapshot: Snapshot, condition: str, bindings: Sequence[Any]) -> NDArray[np.int64]:
-        """Return the rows of a snapshot's records that were deleted later, and meet an SQL condition."""
-        cursor = self._connection.execute(f"SELECT row FROM {self.since(snapshot)} WHERE {condition}", bindings)
-        return np.fromiter((row for (row,) in cursor), np.int64)
-
     def since(self, snapshot: Snapshot) -> str:
-        """Return the source, for `Catalog.lookup` and `read`, of a snapshot's records that were deleted later."""
+        """Return the source, for `FROM` in SQL, of a snapshot's records that were deleted later."""
         self._connection.execute(_TABLE)
         return f"(SELECT * FROM retired WHERE until > {snapshot.generation:d} AND row < {snapshot.stop_row:d})"

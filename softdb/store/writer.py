@@ -99,7 +99,7 @@ class Writer:
             self._end(durable)
             if change.appended is not None:
                 loaded = self._reader.loader.append(*change.appended)
-        except (apsw.BusyError, apsw.LockedError, UnicodeDecodeError) as error:  # locked, or damaged: nothing was written
+        except (apsw.BusyError, apsw.LockedError, UnicodeDecodeError) as error:  # a lock or damage: nothing was written
             raise typed(error) from error
         except _FAILURES as error:
             if isinstance(error, apsw.Error) and of_text_index(error):
