@@ -22,7 +22,7 @@ from softdb.database.core import ALL, Core, Rows, SearchArguments, with_one_enco
 from softdb.database.embedding import telling
 from softdb.database.incoming import UPDATES, Given, RecordChecker, WriteKind
 from softdb.database.texts import search_by_text
-from softdb.database.writing import encoder_for, entry_for, update_if
+from softdb.database.writing import encoder_for, entry_for
 from softdb.device import Board
 from softdb.encoders import of_name
 from softdb.errors import BadInput, DeviceFailed, SoftDBError, StaleRead
@@ -336,7 +336,7 @@ class DatabaseCore(Core[Stored]):
                 records: Any = (checker.parts if change in UPDATES else checker.batch)(given, callback)
                 new = entry_for(keyed, encoder_of(), given, records.keys)
                 if change in UPDATES:
-                    ids = self.store.run(update_if, self.store, keyed, records, change is WriteKind.MERGE, new)
+                    ids = self.store.update(*records, merge=change is WriteKind.MERGE, origin=keyed, new=new)
                 else:
                     ids = self.store.insert(records, keyed, new, change is WriteKind.UPSERT)
         return ids

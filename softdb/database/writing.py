@@ -1,17 +1,16 @@
-"""Parts of a write: the encoder of a batch, the origin of its keys, and updates of an unchanged width."""
+"""Parts of a write: the encoder of a batch, and the origin of its keys."""
 
 from __future__ import annotations
 
 import warnings
 from typing import Any
 
-from softdb.check import Array, Encoder, Id, are_texts
+from softdb.check import Array, Encoder, are_texts
 from softdb.database.core import Core
-from softdb.database.incoming import UPDATES, Given, RecordParts, WriteKind
+from softdb.database.incoming import UPDATES, Given, WriteKind
 from softdb.encoders import DEFAULT, fingerprint_of
 from softdb.errors import EncoderWarning
 from softdb.store.keyed import Keyed
-from softdb.store.store import Store
 
 _NO_ENCODER = (
     "no encoder was chosen, so texts are embedded as n-grams: they find similar spelling, not similar meaning. A model "
@@ -38,11 +37,3 @@ def entry_for(keyed: Keyed, encoder: Encoder | None, given: Given, keys: Array |
         warnings.warn(_NO_ENCODER, EncoderWarning, stacklevel=5)
         keyed = keyed._replace(encoder=DEFAULT.name)
     return keyed._replace(fingerprint=fingerprint_of(encoder, keys.shape[1]))
-
-
-def update_if(store: Store, keyed: Keyed, parts: RecordParts, merge: bool, entry: Keyed) -> list[Id] | None:
-    """Update, and return the ids; None if the width changed since `keyed`. Call it on the store's thread."""
-    if store.keyed is not keyed:
-        return None
-    store.update(*parts, merge, entry)
-    return parts.ids

@@ -149,16 +149,20 @@ class Store(Session):
         values: Array | None,
         payloads: list[str | None] | None,
         texts: list[str | None] | None = None,
+        *,
         merge: bool = False,
+        origin: Keyed | None = None,
         new: Keyed | None = None,
-    ) -> None:
+    ) -> list[Id] | None:
         """Replace keys, values, payloads or texts of stored records; an argument that is None stays as stored.
 
-        `merge`: replace only the given fields of payloads. `new`: as in `insert`.
+        `merge`: replace only the given fields of payloads. `origin`, `new` and the answer: as in `insert`.
 
         Raises UnknownId, CorruptionError, and BadInput for a value without a key or a payload that cannot be merged;
         then nothing is written.
         """
+        if origin is not None and self.keyed is not origin:
+            return None
         with self.write_transaction():
             in_place = keys is None and values is None
             snapshot, rows, old_payloads, old_texts = self.require(ids, whole=merge or not in_place)
@@ -171,7 +175,7 @@ class Store(Session):
                 if texts is not None:
                     textindex.replace(self.catalog.connection, rows.tolist())
                 self.catalog.advance(0)
-                return
+                return ids
             self._require_keys(ids, snapshot.keyed(rows), keys, values)
             positions = snapshot.positions(rows)
             self._require_sound(snapshot, rows)
@@ -183,6 +187,7 @@ class Store(Session):
             batch = Batch(ids, keys, values, payloads or old_payloads, texts or old_texts)
             self._put_origin(keys, new)
             append(self.catalog, self.columns, batch, self.reader.loader.entries(self.catalog))
+        return ids
 
     @on_thread
     def apply(self, removed: list[Id], batches: Sequence[Batch], source: str) -> None:
