@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from softdb.check.ids import encodable
-from softdb.check.plain import dense, is_tensor, number, one_of, shown
+from softdb.check.plain import dense, is_tensor, number, one_of, share, shown
 from softdb.errors import BadInput
 
 if TYPE_CHECKING:
@@ -80,8 +80,7 @@ def _fusion(value: object) -> Fusion:
     if value is None or (isinstance(value, str) and value in ("scores", "ranks")):
         return Fusion(value == "ranks", None)
     if isinstance(value, tuple) and len(value) == 2 and value[0] == "scores":
-        share = number(value[1], "the text's share in fusion", "a number from 0 to 1", lambda x: 0 <= x <= 1)
-        return Fusion(False, None, share)
+        return Fusion(False, None, share(value[1], "the text's share in fusion"))
     expected = "'scores', 'ranks', ('scores', the text's share), or the weight of the text's score, at least 0"
     value = dense(value, "fusion") if is_tensor(value) else value
     weight = number(value.detach() if is_tensor(value) else value, "fusion", expected, lambda x: x >= 0)

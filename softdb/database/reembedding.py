@@ -10,7 +10,6 @@ from typing import Any, TypeAlias
 from zlib import crc32
 
 import numpy as np
-from numpy.typing import NDArray
 
 from softdb import check
 from softdb.answers import Record, parsed
@@ -25,13 +24,12 @@ from softdb.store import Snapshot, switching
 from softdb.store.entry import RecordEntry
 from softdb.store.gathered import Gathered, digest
 from softdb.store.keyed import Keyed
+from softdb.store.snapshot import Rows
 
 TextOf: TypeAlias = "str | Callable[[Record], str | None] | None"
 
 READ = 4096  # number of records whose texts are read at once
 MAX_PASSES = 10  # largest number of passes over new records; the switch itself embeds what is left then
-
-Rows = NDArray[np.int64]
 
 
 def reembed(

@@ -68,12 +68,8 @@ def write_at(path: Path, data: bytes | memoryview, offset: int, synced: bool = T
 
 def copy(source: BinaryIO, path: Path) -> None:
     """Copy an open file to a new file, and sync the new file's content, but not its name."""
-    with _open_descriptor(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL) as descriptor:
-        offset = 0
-        while data := source.read(_COPIED):
-            _write(descriptor, memoryview(data), offset)
-            offset += len(data)
-        disk.sync(descriptor)
+    with _temporary_file(path, iter(lambda: source.read(_COPIED), b"")) as fresh:
+        disk.rename(fresh, path)
 
 
 def publish(fresh: Path, path: Path) -> None:

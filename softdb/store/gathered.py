@@ -22,10 +22,9 @@ from softdb.errors import CorruptionError, FormatTooNew, NotADatabase, SoftDBErr
 from softdb.store.append import Batch
 from softdb.store.keyed import Keyed
 from softdb.store.ours import remove_database, require_ours
+from softdb.store.snapshot import Rows
 from softdb.store.soundness import damaged, damaged_texts
 from softdb.store.store import Store
-
-Rows = NDArray[np.int64]
 
 
 def digest(text: str) -> str:

@@ -7,15 +7,13 @@ from typing import Any, NamedTuple
 from zlib import crc32
 
 import numpy as np
-from numpy.typing import NDArray
 
 from softdb.check import Array
 from softdb.errors import CorruptionError
-from softdb.store.snapshot import Segment
+from softdb.store.snapshot import Rows, Segment
 
 AT_ONCE = 8192  # records read at once
 
-Rows = NDArray[np.int64]
 Fetch = Callable[[int, int], list[Any]]  # see `Catalog.checksums`
 FetchTexts = Callable[[str, "Rows | None"], list[int]]  # see `Catalog.damaged_texts`
 

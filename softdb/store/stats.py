@@ -13,7 +13,7 @@ from softdb.store.store import Store
 
 def stats(store: Store, index: IndexReport | None, device: DeviceReport | None = None) -> Stats:
     """Return the statistics of a store. Cost: one stat for each file of its directory."""
-    snapshot, schema = store.snapshot, store.schema
+    snapshot = store.snapshot
     return Stats(
         path=None if store.path is None else str(store.path),
         mode=store.mode,
@@ -22,11 +22,7 @@ def stats(store: Store, index: IndexReport | None, device: DeviceReport | None =
         records=snapshot.records,
         keyless=len(snapshot.keyless),
         dead=snapshot.size - snapshot.count - int(np.count_nonzero(snapshot.positions(snapshot.keyless) >= 0)),
-        dim=schema.dim or None,
-        value_dim=schema.value_dim,
-        num_classes=schema.num_classes,
-        dtype=schema.dtype.name,
-        metric=schema.metric.value,
+        **store.schema.described,
         encoder=store.keyed.encoder,
         generation=snapshot.generation,
         segments=len(snapshot.segments),

@@ -23,11 +23,10 @@ from softdb.store.catalog import Catalog
 from softdb.store.gathered import Gathered
 from softdb.store.keyed import Keyed
 from softdb.store.segments import MAX_ROWS, ColumnFiles, NewSegment, Piece
-from softdb.store.snapshot import Snapshot
+from softdb.store.snapshot import Rows, Snapshot
 from softdb.store.soundness import AT_ONCE, checksums, damaged, require_sound
 from softdb.store.store import Store
 
-Rows = NDArray[np.int64]
 Gather = Callable[[Snapshot, Rows], None]
 
 TRIES = 5  # maximum rounds that embed changed rows without the write lock; the next round takes it
