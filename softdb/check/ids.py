@@ -68,13 +68,13 @@ def _identifier(value: object) -> Id:
     return int(value)
 
 
-def encodable(text: str, what: str, error: type[BadInput] = BadInput) -> str:
-    """Return a text unchanged. Raises `error` if it holds a lone surrogate; `what` names the text in the message."""
+def encodable(text: str, what: str, refusal: type[BadInput] = BadInput) -> str:
+    """Return a text unchanged. Raises `refusal` if it holds a lone surrogate; `what` names the text in the message."""
     try:
         text.encode("utf-8")
-    except UnicodeEncodeError as found:
-        bad = text[found.start : found.end]
-        raise error(
+    except UnicodeEncodeError as error:
+        bad = text[error.start : error.end]
+        raise refusal(
             f"{what} holds the lone surrogate {bad!a}, which is not Unicode text; decode the source correctly"
         ) from None
     return text

@@ -211,14 +211,14 @@ class ColumnFiles:
     def fill(self, number: int, capacity: int, parts: Iterable[SegmentPart]) -> None:
         """Write all slots of a new segment, part by part; on disk when this returns."""
         done, paths = 0, set[Path]()  # not `_unsynced`, because another thread may write meanwhile
-        for part in parts:
-            for column, data in part._asdict().items():
+        for chunk in parts:
+            for column, data in chunk._asdict().items():
                 if data is not None and self.directory is None:
                     self._arrays[column, number][done : done + len(data)] = data
                 elif data is not None:
                     paths.add(path := self._path(column, number))
                     files.write_at(path, _raw(data), self._offset(column, capacity, done), False, self._folder)
-            done += len(part.keys)
+            done += len(chunk.keys)
         for path in sorted(paths):
             files.sync(path, self._folder)
 
