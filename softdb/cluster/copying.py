@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 from softdb import opening
 from softdb.answers import Records
@@ -14,7 +13,7 @@ from softdb.database import SoftDB
 from softdb.errors import WriteFailed
 from softdb.lance_table.truth import Truth
 from softdb.reports import SnapshotReport
-from softdb.store import files
+from softdb.store import Batch, files
 from softdb.store.backup import require_free
 
 
@@ -49,20 +48,10 @@ def of_records(batches: Iterator[Records], schema: Schema, encoder: str | None, 
         if encoder is not None:
             db.core.store.note_encoder(encoder)
         for batch in batches:
-            db.insert(batch.ids, *_columns(batch), batch.payloads, texts=batch.texts)
+            values = None if batch.values is None else batch.values.numpy().astype(schema.value_dtype, copy=False)
+            keyed = None if batch.keyed.all() else batch.keyed.numpy()
+            db.core.store.insert(Batch(batch.ids, batch.keys.numpy(), values, batch.payload_texts, batch.texts, keyed))
     except BaseException:
         db.close()
         raise
     return db
-
-
-def _columns(batch: Records) -> tuple[Any, Any]:
-    """Return keys and values as arguments of `insert`, which takes None as the key of a record without a key."""
-    if batch.keyed.all():
-        return batch.keys, batch.values
-    keyed = batch.keyed.tolist()
-
-    def as_list(column: Any) -> Any:
-        return [vector if present else None for vector, present in zip(column.numpy(), keyed, strict=True)]
-
-    return as_list(batch.keys), None if batch.values is None else as_list(batch.values)

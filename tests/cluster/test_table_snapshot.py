@@ -20,6 +20,7 @@ from softdb.cluster.handle import Cluster
 from softdb.cluster.hydrate import Hydrated
 from softdb.cluster.local import Local
 from softdb.database import SoftDB
+from softdb.filters import FilteredStore
 
 N, DIM = 300, 6
 IDS = [f"r{i}" for i in range(N)]
@@ -79,21 +80,46 @@ def test_a_copy_of_shards_without_a_table(tmp_path: Path) -> None:
         assert copy.encoder_name == "words"
 
 
+def test_a_copy_of_shards_keeps_labels_and_records_without_a_key(tmp_path: Path) -> None:
+    part, labels = softdb.open(None, dim=DIM, num_classes=5), [i % 5 for i in range(N)]
+    part.insert(IDS, KEYS, labels)
+    part.insert(["bare"], [None], [None], texts=["no key"])
+    with Cluster(Local([DatabaseShard(part, 0, 1)])) as db:
+        assert db.snapshot(tmp_path / "copy").records == N + 1
+    with softdb.open(tmp_path / "copy") as copy:
+        assert (copy.verify(), copy.num_classes) == (N + 1, 5)
+        got = copy.get([*IDS, "bare"])
+        assert got.values is not None
+        assert got.values[:N].tolist() == labels
+        assert got.keyed.tolist() == [True] * N + [False]
+
+
+def test_a_copy_of_shards_whose_width_is_undecided(tmp_path: Path) -> None:
+    part = softdb.open(None)
+    part.insert(["bare"], [None], texts=["no key"])
+    with Cluster(Local([DatabaseShard(part, 0, 1)])) as db:
+        assert db.snapshot(tmp_path / "copy").records == 1
+    with softdb.open(tmp_path / "copy") as copy:
+        assert copy.get(["bare"]).texts == ["no key"]
+        copy.insert(["keyed"], KEYS[:1])
+        assert (copy.dim, copy.verify()) == (DIM, 2)
+
+
 def test_a_copy_that_fails_midway_is_let_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    part, begun = softdb.open(None, dim=DIM), list[SoftDB]()
+    part, begun = softdb.open(None, dim=DIM), list[FilteredStore]()
     part.insert(IDS, KEYS)
 
-    def fails(db: SoftDB, *_: Any, **__: Any) -> None:
-        begun.append(db)
+    def fails(store: FilteredStore, *_: Any, **__: Any) -> None:
+        begun.append(store)
         raise errors.BadInput("a record that is none")
 
     with Cluster(Local([DatabaseShard(part, 0, 1)])) as cluster:
-        monkeypatch.setattr(SoftDB, "insert", fails)
+        monkeypatch.setattr(FilteredStore, "insert", fails)
         with pytest.raises(errors.BadInput, match="a record that is none"):
             cluster.snapshot(tmp_path / "copy")
     assert [*tmp_path.iterdir()] == []
     with pytest.raises(errors.Closed):
-        begun[0].count()
+        begun[0].require_open()
 
 
 def test_a_snapshot_that_cannot_be_placed_leaves_no_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
