@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from typing import Any
 
 from softdb import check
-from softdb.cluster import shard as messages
 from softdb.cluster.copying import copied, of_table
 from softdb.cluster.handle import Cluster
 from softdb.cluster.invariant import verified
@@ -34,16 +32,8 @@ class TableCluster(Cluster):
 
     core: TableCore
 
-    def __init__(
-        self,
-        connect: Callable[[Truth], messages.Transport],
-        truth: Truth,
-        timeout: float,
-        partial: bool,
-        mode: str,
-        encoder: check.Encoder | None,
-    ) -> None:
-        self.core = TableCore(connect, truth, timeout, partial, mode, encoder)
+    def __init__(self, core: TableCore) -> None:
+        self.core = core
         try:
             self.refresh()
         except BaseException:

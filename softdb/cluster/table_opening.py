@@ -16,6 +16,7 @@ from softdb.cluster.local import LocalTable
 from softdb.cluster.placement import power_of_two
 from softdb.cluster.shard import Transport
 from softdb.cluster.table_cluster import TableCluster
+from softdb.cluster.table_core import TableCore
 from softdb.database.embedding import telling
 from softdb.encoders import EncoderLike, encoder_of, name_of, require_same
 from softdb.errors import BadInput, DatabaseLocked, named
@@ -214,7 +215,7 @@ def _opened(
 
     with telling(progress) as sink:
         report = sink
-        cluster = TableCluster(connect, truth, seconds, partial, mode, embed)
+        cluster = TableCluster(TableCore(connect, truth, seconds, partial, mode, embed))
     report = None
     if interval is not None:
         cluster.core.keep_refreshing(interval)

@@ -25,6 +25,7 @@ from softdb.cluster import apart, hydrate
 from softdb.cluster.hydrate import Hydrated
 from softdb.cluster.local import HydratedShard, Local
 from softdb.cluster.table_cluster import TableCluster
+from softdb.cluster.table_core import TableCore
 from softdb.database import versions
 from softdb.index import build
 from softdb.lance_table import changes
@@ -45,7 +46,7 @@ class Shared:
         self.shards = [HydratedShard(self.hydrated, shard) for shard in range(SHARDS)]
 
     def handle(self) -> TableCluster:
-        return TableCluster(lambda _: Local(self.shards), self.truth, 30.0, False, "rw", None)
+        return TableCluster(TableCore(lambda _: Local(self.shards), self.truth, 30.0, False, "rw", None))
 
     def restart(self) -> None:
         """Close the directories and open them again, as a restarted actor does. Handles do not notice."""

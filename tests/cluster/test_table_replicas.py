@@ -40,6 +40,7 @@ from softdb.cluster.shard import (
     of_records,
 )
 from softdb.cluster.table_cluster import TableCluster
+from softdb.cluster.table_core import TableCore
 from softdb.lance_table.truth import Truth
 
 N, SHARDS = 3000, 2  # an index needs 1,000 a shard
@@ -94,7 +95,7 @@ def world(tmp_path: Path) -> Iterator[World]:
         return Replicas([LocalTable(early), LocalTable(late)])
 
     with (
-        TableCluster(connect, truth, 30.0, False, "rw", None) as db,
+        TableCluster(TableCore(connect, truth, 30.0, False, "rw", None)) as db,
         softdb.open(None, **truth.schema.described) as one,
     ):
         for part in db.scan():

@@ -232,7 +232,7 @@ def test_a_failed_opening_releases_its_shards(tmp_path: Path, monkeypatch: pytes
         transports = noted(db)
         monkeypatch.setattr(TableCluster, "refresh", refused)
         with pytest.raises(errors.DatabaseLocked, match="refused"):
-            TableCluster(db.core._connect, db.table, 30.0, False, "r", None)
+            TableCluster(TableCore(db.core._connect, db.table, 30.0, False, "r", None))
         (new,) = transports
         assert closed(new)
 
