@@ -38,13 +38,10 @@ class ShardDrawing(NamedTuple):
         """Draw records, and return the reply: estimates and error sums, in the order of the queries."""
         spreads, pooled, exactly = [], np.zeros(len(self.ask.budgets), np.int64), self._exactly()
         order = [np.arange(0)]
-        for task, estimator in self._tasks(exactly):
-            order.append(task.which)
-            if estimator is None:
-                spreads.append(sure(*(_numbers(tensor) for tensor in self._passed(task.which))))
-                continue
-            spread, pooled[task.which] = self._drawn(task, estimator)[1:]
-            spreads.append(spread)
+        for which, state, spread, count in self._parts(exactly):
+            order.append(which)
+            pooled[which] = count
+            spreads.append(sure(*map(_numbers, state)) if spread is None else spread)
         back = np.argsort(np.concatenate(order))
         columns = (np.concatenate(column)[back] for column in zip(*spreads, strict=True))
         return Drawn(tuple(columns), pooled, exactly, taking_part(self.request, self.source))
@@ -52,22 +49,13 @@ class ShardDrawing(NamedTuple):
     def state(self) -> State:
         """Draw the same records again, and return output and lse with gradients to the queries and the score."""
         states, order = list[State](), [np.arange(0)]
-        for task, estimator in self._tasks(self._exactly()):
-            order.append(task.which)
-            states.append(self._passed(task.which) if estimator is None else self._drawn(task, estimator)[0])
+        for which, state, *_ in self._parts(self._exactly()):
+            order.append(which)
+            states.append(state)
         back = torch.from_numpy(np.argsort(np.concatenate(order)))
         output, lse = (torch.cat(column)[back] for column in zip(*states, strict=True))
         dtype = self.request.queries.dtype
         return State(output.to(dtype), lse.to(dtype))
-
-    def _passed(self, which: Positions) -> State:
-        return State(*passed(self.request.at(which), self.source, self.request.pools))
-
-    def _drawn(self, task: Round, estimator: Estimator) -> tuple[State, ErrorEstimate, Positions]:
-        """Draw records for some queries; return outputs and lses, error sums, and numbers of records drawn."""
-        sample = estimator.sample(task, salt=self.shard)
-        state, spread = estimator.spread(task, sample, estimator.pooled(task, sample)[1])
-        return state, spread, sample.figures.drawn.astype(np.int64)
 
     def _exactly(self) -> Live:
         """Return (q,) bool: True to pool all records for a query, as the message says or where that is faster."""
@@ -83,16 +71,22 @@ class ShardDrawing(NamedTuple):
                 exactly[task.which] = estimator.too_dear(task)
         return exactly
 
-    def _tasks(self, exactly: Live) -> Iterator[tuple[Round, Estimator | None]]:
-        """Yield (round, estimator) for groups of queries; estimator None means to pool all records for them."""
+    def _parts(self, exactly: Live) -> Iterator[tuple[Positions, State, ErrorEstimate | None, Positions | int]]:
+        """Answer groups of queries; yield their indices, outputs and lses, error sums, and numbers of records drawn.
+
+        The error sums are None where all records were pooled.
+        """
         if exactly.any() or not len(exactly):
-            yield Round(np.flatnonzero(exactly), 0), None
+            which = np.flatnonzero(exactly)
+            yield which, State(*passed(self.request.at(which), self.source, self.request.pools)), None, 0
         estimator = Estimator.of(self.request, self.source) if not exactly.all() else None
         if estimator is not None:
             estimator = estimator._replace(least=0)  # the caller checks the least number of draws over all shards
             for task in self._rounds(exactly):
                 for piece in estimator.parts(task):
-                    yield piece, estimator
+                    sample = estimator.sample(piece, salt=self.shard)
+                    state, spread = estimator.spread(piece, sample, estimator.pooled(piece, sample)[1])
+                    yield piece.which, state, spread, sample.figures.drawn.astype(np.int64)
 
     def _rounds(self, exactly: Live) -> Iterator[Round]:
         ask = self.ask
