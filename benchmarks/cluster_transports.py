@@ -206,7 +206,7 @@ def by_ray(world: World, repeats: int, nodes: int) -> dict[str, Any]:
         url, cache = Path(folder, "t.lance"), Path(folder, "cache")
         with cluster.create(url, dim=world.dim, shards=SHARDS, ids="int", cache=cache, timeout=200, on="ray") as db:
             db.insert(range(world.n), world.keys)
-            hosts = [replicas[0] for replicas in db.caller.transport.hosts]  # type: ignore[attr-defined]
+            hosts = [replicas[0] for replicas in db.caller.transport.layout.hosts]  # type: ignore[attr-defined]
 
             def shard_seconds() -> list[list[float]]:
                 seconds: dict[int, list[float]] = {}

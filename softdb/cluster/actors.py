@@ -53,15 +53,6 @@ class Actors(Transport):
         self._layouts = dict[int, HostLayout]()  # version -> hosts that described it, and serve it after a move, too
         self._following: dict[Any, Any] = {}  # replica -> last `Refresh` call sent to that replica
 
-    @property
-    def hosts(self) -> list[list[Any]]:
-        """Replicas of each host."""
-        return self.layout.hosts
-
-    def order(self, host: int) -> list[int]:
-        """Return the indices of a host's replicas, as `HostLayout.order`."""
-        return self.layout.order(host)
-
     def ask(self, asks: Mapping[int, Message], timeout: float) -> ShardReplies:
         """Send messages, as `Transport.ask` says. If a replica is dead or slow, ask the next replica of that host.
 
@@ -232,7 +223,7 @@ def hosted(truth: Truth, folder: Path, timeout: float) -> Actors:
     actors = Actors([], truth.shards, name)
     if not actors.locate(timeout):
         raise ShardUnavailable(f"the actors of {truth.url} did not start within {timeout:g} s; open it again")
-    if not all(actors.hosts):
+    if not all(actors.layout.hosts):
         raise ShardUnavailable(f"Ray has no node with a CPU for {truth.url}; add one, then open it again")
     return actors
 

@@ -59,7 +59,7 @@ def opened(url: str, timeout: float = TIMEOUT, **words: Any) -> cluster.TableClu
 def actors(db: cluster.TableCluster) -> list[Any]:
     """Replicas of the one host in the order in which they are asked."""
     transport: Any = db.caller.transport
-    return [transport.hosts[0][i] for i in transport.order(0)]
+    return [transport.layout.hosts[0][i] for i in transport.layout.order(0)]
 
 
 def pids(db: cluster.TableCluster) -> list[int]:

@@ -112,7 +112,7 @@ def opened(url: str, timeout: float = TIMEOUT, **words: Any) -> cluster.TableClu
 def pids(db: cluster.TableCluster) -> list[int]:
     """Of the actors of the first host, by replica."""
     transport: Any = db.caller.transport
-    return [ray.get(one.pid.remote(), timeout=TIMEOUT) for one in transport.hosts[0]]
+    return [ray.get(one.pid.remote(), timeout=TIMEOUT) for one in transport.layout.hosts[0]]
 
 
 def counts_held_up(host: Any) -> None:
@@ -161,7 +161,7 @@ def called(db: cluster.TableCluster, function: Any) -> list[Any]:
     transport: Any = db.caller.transport
     names = {"threading": threading, "Any": Any}
     whole: Any = types.FunctionType(function.__code__, names)
-    asked = [one.__ray_call__.remote(lambda host: whole(host)) for one in transport.hosts[0]]
+    asked = [one.__ray_call__.remote(lambda host: whole(host)) for one in transport.layout.hosts[0]]
     return list(ray.get(asked, timeout=TIMEOUT))
 
 
@@ -174,7 +174,7 @@ def all_at(db: cluster.TableCluster, version: int) -> None:
     transport: Any = db.caller.transport
     until, found = time.monotonic() + TIMEOUT, list[dict[int, int]]()
     while time.monotonic() < until:
-        asked = [one.__ray_call__.remote(versions) for one in transport.hosts[0]]
+        asked = [one.__ray_call__.remote(versions) for one in transport.layout.hosts[0]]
         found = ray.get(asked, timeout=TIMEOUT)
         if all({*one.values()} == {version} for one in found):
             return
@@ -223,7 +223,7 @@ class TestTable:
     def test_actors_share_the_cores_of_ray(self, url: str) -> None:
         with opened(url, mode="r") as db:
             transport: Any = db.caller.transport
-            asked = [one.__ray_call__.remote(lambda _: os.environ["OMP_NUM_THREADS"]) for one in transport.hosts[0]]
+            asked = [one.__ray_call__.remote(lambda _: os.environ["OMP_NUM_THREADS"]) for one in transport.layout.hosts[0]]
             assert ray.get(asked, timeout=TIMEOUT) == ["2", "2"]  # of the four that it has
 
     def test_a_task_that_needs_every_core_runs_beside_a_cluster(self, url: str) -> None:
@@ -285,7 +285,7 @@ class TestTable:
             try:
                 for replica, (handle, thread) in enumerate(zip((reader, other), threads, strict=True)):
                     transport: Any = handle.caller.transport
-                    transport.layout.first = [replica] * len(transport.hosts)
+                    transport.layout.first = [replica] * len(transport.layout.hosts)
                     thread.start()
                 time.sleep(1)  # until both replicas build
                 assert db.delete(["late"]) == 1
@@ -299,7 +299,7 @@ class TestTable:
     def test_actors_that_are_killed_for_good_are_started_again(self, url: str) -> None:
         with opened(url) as db:
             transport: Any = db.caller.transport
-            for host in {host for replicas in transport.hosts for host in replicas}:
+            for host in {host for replicas in transport.layout.hosts for host in replicas}:
                 ray.kill(host)
             as_one(db)  # waits
 
@@ -347,7 +347,7 @@ class TestTable:
         """An actor restarted by Ray: the first write's call waits in it during the second write."""
         with opened(url) as db:
             transport: Any = db.caller.transport
-            busy = transport.hosts[0][transport.order(0)[1]].__ray_call__
+            busy = transport.layout.hosts[0][transport.layout.order(0)[1]].__ray_call__
             ray.get(busy.remote(lambda host: host._opening.acquire()), timeout=TIMEOUT)
             try:
                 db.upsert(["late"], np.ones((1, DIM)))

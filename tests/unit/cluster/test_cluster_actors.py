@@ -202,7 +202,7 @@ def test_a_slow_actor_is_awaited_if_its_replica_dies(ray: Ray) -> None:
 def test_of_two_that_answer_the_first_counts(ray: Ray) -> None:
     transport, _ = one_host(ray, [Does(10.5)], [Does(2.0)])
     assert transport.ask(ASKS, TIMEOUT)[:2] == by("replica 0")
-    assert transport.order(0) == [0, 1]
+    assert transport.layout.order(0) == [0, 1]
 
 
 @pytest.mark.parametrize(
