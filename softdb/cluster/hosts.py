@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import pickle
 import socket
 import threading
@@ -102,10 +101,6 @@ class Host:
                 shard.report()
         return {shard: now - self._asked.setdefault(shard, now) for shard in shards}
 
-    def pid(self) -> int:
-        """Return the id of the actor's process."""
-        return os.getpid()
-
     def _opened(self, shards: Iterable[int]) -> dict[int, HydratedShard] | SoftDBError:
         """Build those of the given shards that this host owns and lacks; return all its shards, or the error."""
         with self._opening:
@@ -186,15 +181,12 @@ class ShardPlaces:
 
     def owned(self, name: str) -> list[int]:
         """Return the shards that a host must build when Ray restarts it."""
-        return self._of(name)
-
-    def _of(self, name: str) -> list[int]:
         own = [shard for shard, names in self.owners.items() if name in names]
         return own + [move.shard for move in self._moves if move.target == name]
 
     def _load(self, name: str) -> int:
         """Return the number of shards that a host has when all moves are complete."""
-        return len(self._of(name)) - sum(move.source == name for move in self._moves)
+        return len(self.owned(name)) - sum(move.source == name for move in self._moves)
 
     def _adopt(self) -> None:
         """Learn what the hosts own that run already, after Ray has restarted this actor."""
@@ -291,7 +283,7 @@ class ShardPlaces:
         self._moves = [move for move in self._moves if move.target in proper]
         self._begin(proper)
         for name, own in status.items():
-            wanted = self._of(name)
+            wanted = self.owned(name)
             if lacking := [shard for shard in wanted if shard not in own]:
                 self._hosts[name].take.remote(lacking)
             for shard in [shard for shard, idle in own.items() if shard not in wanted and idle >= GRACE]:
@@ -321,7 +313,7 @@ class ShardPlaces:
             # Ray would set as many OpenMP threads as the actor reserves CPUs (ray-project/ray#30496)
             runtime_env={"env_vars": {"OMP_NUM_THREADS": str(max(1, threads)), "OMP_WAIT_POLICY": "PASSIVE"}},
         )
-        return options.remote(self.truth, self.folder, self._of(name), name, f"{self.start}places")
+        return options.remote(self.truth, self.folder, self.owned(name), name, f"{self.start}places")
 
 
 def _slots(resources: dict[str, float]) -> int:

@@ -112,7 +112,8 @@ def opened(url: str, timeout: float = TIMEOUT, **words: Any) -> cluster.TableClu
 def pids(db: cluster.TableCluster) -> list[int]:
     """Of the actors of the first host, by replica."""
     transport: Any = db.caller.transport
-    return [ray.get(one.pid.remote(), timeout=TIMEOUT) for one in transport.layout.hosts[0]]
+    asked = [one.__ray_call__.remote(lambda _: os.getpid()) for one in transport.layout.hosts[0]]
+    return ray.get(asked, timeout=TIMEOUT)
 
 
 def counts_held_up(host: Any) -> None:
@@ -223,7 +224,8 @@ class TestTable:
     def test_actors_share_the_cores_of_ray(self, url: str) -> None:
         with opened(url, mode="r") as db:
             transport: Any = db.caller.transport
-            asked = [one.__ray_call__.remote(lambda _: os.environ["OMP_NUM_THREADS"]) for one in transport.layout.hosts[0]]
+            replicas = transport.layout.hosts[0]
+            asked = [one.__ray_call__.remote(lambda _: os.environ["OMP_NUM_THREADS"]) for one in replicas]
             assert ray.get(asked, timeout=TIMEOUT) == ["2", "2"]  # of the four that it has
 
     def test_a_task_that_needs_every_core_runs_beside_a_cluster(self, url: str) -> None:

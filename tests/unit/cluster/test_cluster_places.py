@@ -140,7 +140,7 @@ def ray(monkeypatch: pytest.MonkeyPatch) -> list[World]:
     worlds = list[World]()
 
     def started(places: ShardPlaces, name: str, node: str, threads: int) -> FakeHost:
-        return worlds[0].actors.setdefault(name, FakeHost(worlds[0], name, node, places._of(name)))
+        return worlds[0].actors.setdefault(name, FakeHost(worlds[0], name, node, places.owned(name)))
 
     monkeypatch.setattr(hosts, "ray_module", lambda: worlds[0])
     monkeypatch.setattr(ShardPlaces, "_watch", lambda _: None)
