@@ -10,7 +10,7 @@ from softdb.answers import Records
 from softdb.answers.frames import COLUMNS, column_names, field_cells, warn_of_unknown
 from softdb.database.core import Core
 from softdb.errors import BadInput
-from softdb.tables.arrow_tables import column, needed
+from softdb.tables.arrow_tables import column, column_types, needed
 
 
 def table(core: Core[Any], batches: Iterable[Records], columns: Sequence[str] | None) -> Any:
@@ -47,18 +47,10 @@ class _Converter:
 
     def __init__(self, core: Core[Any], names: list[str] | None) -> None:
         pa = needed("pyarrow", "arrow", "a table")
-        kinds, schema = core.id_types, core.schema
+        kinds = core.id_types
         self.mixed, self.integers = len(kinds) == 2, kinds == {"integer"}
-        number = pa.from_numpy_dtype(schema.dtype)
-        vector = None if schema.value_dim is None else pa.list_(number, schema.value_dim)
-        types = {
-            "id": pa.int64() if self.integers else pa.string(),
-            **({"id_is_int": pa.bool_()} if self.mixed else {}),
-            "key": pa.list_(number, schema.dim or -1),  # -1: lists of any width
-            **({"value": vector or pa.int64()} if schema.has_values else {}),
-            "text": pa.string(),
-            "payload": pa.string(),
-        }
+        id_type = pa.int64() if self.integers else pa.string()
+        types = {"id": id_type, **({"id_is_int": pa.bool_()} if self.mixed else {}), **column_types(core.schema)}
         columns = [name for name in types if names is None or name in names or (name == "id_is_int" and "id" in names)]
         metadata = {"softdb": json.dumps(core.header, ensure_ascii=False)}
         self.schema = pa.schema([pa.field(name, types[name]) for name in columns], metadata)

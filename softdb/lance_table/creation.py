@@ -9,8 +9,7 @@ from softdb.check import Schema
 from softdb.errors import BadInput, WriteFailed
 from softdb.lance_table.storage import LANCE, Synced, cause
 from softdb.store import files
-from softdb.tables.arrow_tables import needed
-from softdb.tables.rows import Header
+from softdb.tables.arrow_tables import column_types, needed
 
 KEY = {b"lance-schema:unenforced-primary-key": b"true"}  # metadata of the column of ids
 
@@ -20,19 +19,10 @@ def create(
 ) -> None:
     """Create an empty table. Raises BadInput if the address holds a table already, and WriteFailed."""
     pa, lance = (needed(module, "cluster", "a cluster") for module in ("pyarrow", "lance"))
-    number = pa.from_numpy_dtype(schema.dtype)
-    value = None if schema.value_dim is None else pa.list_(number, schema.value_dim)
-    columns = [
-        pa.field("id", pa.int64() if ids == "int" else pa.string(), False, KEY),
-        pa.field("key", pa.list_(number, schema.dim)),
-        *([pa.field("value", value or pa.int64())] if schema.has_values else []),
-        pa.field("text", pa.string()),
-        pa.field("payload", pa.string()),
-    ]
-    header = Header(
-        schema.dim, schema.value_dim, schema.num_classes, schema.dtype.name, schema.metric.value, (), encoder
-    )
-    layout = pa.schema(columns, {"softdb": json.dumps(header.__dict__, ensure_ascii=False)})
+    identity = pa.field("id", pa.int64() if ids == "int" else pa.string(), False, KEY)
+    columns = [identity, *(pa.field(name, kind) for name, kind in column_types(schema).items())]
+    header = {**schema.described, "fields": (), "encoder": encoder}
+    layout = pa.schema(columns, {"softdb": json.dumps(header, ensure_ascii=False)})
     try:
         dataset = lance.write_dataset(layout.empty_table(), url, mode="create", storage_options=options)
     except LANCE as error:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from softdb.check import Array, attribute, is_missing, json_texts, shown
+from softdb.check import Array, Schema, attribute, is_missing, json_texts, shown
 from softdb.errors import BadInput, MissingDependency
 from softdb.tables.rows import OWN, Fields, Header, OnError, Rows, good_rows, is_own, readable, reason, require_plain
 
@@ -47,6 +47,15 @@ def needed(module: str, extra: str, name: str) -> Any:
         return import_module(module)
     except ImportError:
         raise MissingDependency(f"{name} needs {module.partition('.')[0]}; pip install 'softdb[{extra}]'") from None
+
+
+def column_types(schema: Schema) -> dict[str, Any]:
+    """Return the Arrow types of a database's columns by name, without the id; keys of undecided width are any lists."""
+    pa = needed("pyarrow", "arrow", "a table")
+    number = pa.from_numpy_dtype(schema.dtype)
+    value = pa.int64() if schema.value_dim is None else pa.list_(number, schema.value_dim)
+    values = {"value": value} if schema.has_values else {}
+    return {"key": pa.list_(number, schema.dim or -1), **values, "text": pa.string(), "payload": pa.string()}
 
 
 def column(values: Any, kind: Any, present: Any = None) -> Any:
