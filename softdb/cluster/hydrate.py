@@ -159,7 +159,7 @@ class Hydrated(Directories):
         """Build or complete directories of shards in another folder, and their indexes."""
         indexes = {shard: words for shard in shards if (words := self._index_words(shard, dataset)) is not None}
         arguments = self.truth, folder, shards, int(dataset.version), None, indexes
-        if dataset.count_rows() * len(shards) < apart.LEAST * self.truth.shards or not apart.built(arguments):
+        if dataset.count_rows() * len(shards) < apart.LEAST * self.truth.shards or not apart.built(Hydrated, arguments):
             Hydrated(*arguments).close()
 
     def serve_again(self, shard: int, version: int) -> None:

@@ -281,7 +281,7 @@ def test_many_records_are_built_by_another_process(
 
 def test_an_error_of_the_process_that_builds_is_raised(shared: Shared, tmp_path: Path) -> None:
     with pytest.raises(errors.StaleRead, match=r"version 99 .* cannot be opened"):
-        apart.built((shared.truth, tmp_path / "new", [0], 99, None, {}))
+        apart.built(Hydrated, (shared.truth, tmp_path / "new", [0], 99, None, {}))
 
 
 @pytest.mark.usefixtures("few")
