@@ -21,11 +21,10 @@ import apsw
 import numpy as np
 from numpy.typing import NDArray
 
-from softdb.check import Schema
 from softdb.salvaging.log import read
 from softdb.salvaging.remains import Remains
 from softdb.store import files
-from softdb.store.segments import MAX_ROWS, header
+from softdb.store.segments import MAX_ROWS, file_of, header
 
 _AT_ONCE = 8192  # maximum rows or slots read at once
 _BYTES = 1 << 26  # maximum bytes read at once
@@ -47,19 +46,6 @@ class ColumnSpec(NamedTuple):
     def bytes(self) -> int:
         """Bytes of a slot."""
         return int(self.dtype.itemsize * np.prod(self.width, dtype=np.int64))
-
-
-def columns(schema: Schema) -> list[ColumnSpec]:
-    """Return the columns of a schema."""
-    specs = [ColumnSpec("keys", schema.dtype, (schema.dim,))]
-    if schema.has_values:
-        specs.append(ColumnSpec("values", schema.value_dtype, () if schema.value_dim is None else (schema.value_dim,)))
-    return specs
-
-
-def file_of(directory: Path, column: str, number: int) -> Path:
-    """Return the path of a segment's column file."""
-    return directory / f"{column}-{number:08d}.npy"
 
 
 # -- reading ---------------------------------------------------------------------------------------------------------

@@ -16,13 +16,14 @@ import numpy as np
 from softdb import check
 from softdb.check import Array, Id, Schema
 from softdb.errors import BadInput, CorruptionError, DatabaseLocked, NotADatabase, WriteFailed, named
-from softdb.salvaging.placing import ColumnSpec, at_once, columns, file_of, place, read_slots
+from softdb.salvaging.placing import ColumnSpec, at_once, place, read_slots
 from softdb.salvaging.remains import Remains
 from softdb.salvaging.settings import schema_of
 from softdb.salvaging.sifting import sift
 from softdb.store import committed, files
 from softdb.store.append import Batch
 from softdb.store.backup import require_free
+from softdb.store.segments import file_of, shapes_of
 from softdb.store.store import Store
 
 LISTED = 1000  # maximum number of lost records, and of unconfirmed ones, that a report names
@@ -140,7 +141,7 @@ class _Placed(NamedTuple):
 class _Salvage:
     def __init__(self, remains: Remains, path: Path, fresh: Path, schema: Schema, notes: list[str]) -> None:
         self.remains, self.path, self.fresh, self.schema = remains, path, fresh, schema
-        self.columns = columns(schema)
+        self.columns = [ColumnSpec(name, *shape) for name, shape in shapes_of(schema).items()]
         self.notes = notes
 
     def run(self, file: Path) -> dict[str, Any]:

@@ -113,10 +113,7 @@ class ColumnFiles:
 
     def reshape(self, schema: Schema) -> None:
         """Use this schema for the columns that are opened or created from now on."""
-        self._shapes: dict[str, tuple[np.dtype[Any], tuple[int, ...]]] = {"keys": (schema.dtype, (schema.dim,))}
-        if schema.has_values:
-            width = () if schema.value_dim is None else (schema.value_dim,)
-            self._shapes["values"] = (schema.value_dtype, width)
+        self._shapes = shapes_of(schema)
         self._all = {**self._shapes, "rows": (np.dtype(np.int64), ())}
 
     def create(self, number: int, capacity: int, gaps: bool = False, *, aside: bool = False) -> None:
@@ -280,7 +277,7 @@ class ColumnFiles:
 
     def _path(self, column: str, number: int) -> Path:
         assert self.directory is not None  # in memory there are no files
-        return _file(self.directory, column, number)
+        return file_of(self.directory, column, number)
 
 
 def checksum(data: Array) -> int:
@@ -288,8 +285,17 @@ def checksum(data: Array) -> int:
     return zlib.crc32(_raw(data))
 
 
+def shapes_of(schema: Schema) -> dict[str, tuple[np.dtype[Any], tuple[int, ...]]]:
+    """Return dtype and width of the columns of a schema, by name: keys, and values if records have them."""
+    shapes: dict[str, tuple[np.dtype[Any], tuple[int, ...]]] = {"keys": (schema.dtype, (schema.dim,))}
+    if schema.has_values:
+        shapes["values"] = schema.value_dtype, () if schema.value_dim is None else (schema.value_dim,)
+    return shapes
+
+
 @lru_cache(64)
-def _file(directory: Path, column: str, number: int) -> Path:
+def file_of(directory: Path, column: str, number: int) -> Path:
+    """Return the path of a segment's column file."""
     return directory / f"{column}-{number:08d}.npy"
 
 
