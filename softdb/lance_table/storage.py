@@ -6,15 +6,14 @@ import contextlib
 import logging
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from softdb.check import Id, Schema
+from softdb.check import Id
 from softdb.errors import BadInput, CorruptionError, NotADatabase, SoftDBError, StorageUnavailable, WriteFailed
 from softdb.store import files
 from softdb.tables.arrow_tables import needed
-from softdb.tables.rows import Fields
 
 _log = logging.getLogger("softdb")
 LANCE = (OSError, ValueError, RuntimeError)  # types of exceptions that Lance raises
@@ -118,18 +117,6 @@ class Synced:
         if new:
             files.sync_directory(folder)
         self._known[folder] = names
-
-
-def require_columns(dataset: Any, fields: Fields, others: Sequence[str], schema: Schema) -> None:
-    """Raise BadInput if a column in `fields` or `others` is missing, or has another width than the schema says."""
-    widths = {fields.key: schema.dim, fields.value: schema.value_dim}
-    for name in filter(None, (fields.id, fields.key, fields.value, *others)):
-        if name not in dataset.schema.names:
-            raise BadInput(f"{dataset.uri} has no column {name!r} any more; add it, or restore() a version with it")
-        width, size = widths.get(name), getattr(dataset.schema.field(name).type, "list_size", None)
-        if width is not None and size not in (None, width):
-            problem = f"column {name!r} is {size} wide; expected {width}"
-            raise BadInput(f"{dataset.uri}: {problem}; correct the column, or restore() an earlier version")
 
 
 def literal(id: Id) -> str:

@@ -46,7 +46,6 @@ from softdb.lance_table.storage import (
     literal,
     merge_small_files,
     missing_file,
-    require_columns,
     require_storage,
 )
 from softdb.store import Batch
@@ -123,7 +122,16 @@ class Truth:
         return ("text", "payload") if self.own else self.payload
 
     def _require_columns(self, dataset: Any) -> None:
-        require_columns(dataset, self.fields, self._others or (), self.schema)
+        """Raise BadInput if a column to read is missing, or has another width than the schema says."""
+        fields = self.fields
+        widths = {fields.key: self.schema.dim, fields.value: self.schema.value_dim}
+        for name in filter(None, (fields.id, fields.key, fields.value, *(self._others or ()))):
+            if name not in dataset.schema.names:
+                raise BadInput(f"{dataset.uri} has no column {name!r} any more; add it, or restore() a version with it")
+            width, size = widths.get(name), getattr(dataset.schema.field(name).type, "list_size", None)
+            if width is not None and size not in (None, width):
+                problem = f"column {name!r} is {size} wide; expected {width}"
+                raise BadInput(f"{dataset.uri}: {problem}; correct the column, or restore() an earlier version")
 
     def at(self, version: int) -> Any:
         """Open a version. Raises StaleRead if the version was cleaned up, and StorageUnavailable."""
