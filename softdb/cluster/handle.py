@@ -71,16 +71,6 @@ class Cluster(Verbs):
         self.caller.look(lambda _: messages.Refresh(messages.NEWEST))
         return self.version
 
-    def close(self) -> None:
-        """Release the shards. Safe to call twice."""
-        self.core.close()
-
-    def __enter__(self) -> Cluster:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
     def __repr__(self) -> str:
         state = "closed" if self.closed else f"{self.core.keyed} keys, dim {self.dim}, {self.metric}"
         return f"<Cluster of {self.shards} shards, {state}>"

@@ -40,9 +40,6 @@ class TableCluster(Cluster):
             self.close()
             raise
 
-    def __enter__(self) -> TableCluster:
-        return self
-
     @property
     def table(self) -> Truth:
         """The Lance table that stores the records."""

@@ -87,6 +87,9 @@ class Core(Protocol[S]):
     def closed(self) -> bool:
         """True after `close`."""
 
+    def close(self) -> None:
+        """Close it; safe to call twice."""
+
     def require_open(self) -> None:
         """Raise Closed after `close`."""
 

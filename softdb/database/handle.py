@@ -134,19 +134,6 @@ class SoftDB(Verbs):
         """
         self._store.flush()
 
-    def close(self) -> None:
-        """Close files and release the lock; later calls raise Closed. Safe to call twice.
-
-        Raises WriteFailed if changes of a database with `durability="relaxed"` could not be written to disk.
-        """
-        self.core.close()
-
-    def __enter__(self: D) -> D:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
     def __repr__(self) -> str:
         path = "in memory" if self._store.path is None else repr(str(self._store.path))
         if self._store.closed:

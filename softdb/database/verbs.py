@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from softdb import check
 from softdb.answers import Record, Records, frames
@@ -21,6 +21,8 @@ from softdb.tables.rows import Fields
 from softdb.typing import Ids, IdsOrRows, Keys, Numbers, Texts, Values, Vectors
 from softdb.visible import table
 
+H = TypeVar("H", bound="Verbs")
+
 _FACTS = {  # the lines of `Stats` that a notebook shows
     "records", "keyless", "dim", "value_dim", "num_classes", "dtype", "metric", "encoder", "fields", "text_index",
     "bytes", "index", "index.kind", "index.recall",
@@ -31,6 +33,19 @@ class Verbs(Questions):
     """Methods that a database and a cluster have in common."""
 
     # -- the handle ------------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Close files and release the lock or the shards; later calls raise Closed. Safe to call twice.
+
+        Raises WriteFailed if changes of a database with `durability="relaxed"` could not be written to disk.
+        """
+        self.core.close()
+
+    def __enter__(self: H) -> H:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     @property
     def closed(self) -> bool:

@@ -113,7 +113,8 @@ def pids(db: cluster.TableCluster) -> list[int]:
     """Of the actors of the first host, by replica."""
     transport: Any = db.caller.transport
     asked = [one.__ray_call__.remote(lambda _: os.getpid()) for one in transport.layout.hosts[0]]
-    return ray.get(asked, timeout=TIMEOUT)
+    processes: list[int] = ray.get(asked, timeout=TIMEOUT)
+    return processes
 
 
 def counts_held_up(host: Any) -> None:
