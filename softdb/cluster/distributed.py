@@ -53,7 +53,9 @@ class Ranks:
         wait = datetime.timedelta(seconds=timeout)
         self._group: Any = self._collectively(lambda: dist.new_group(backend="gloo", timeout=wait))
         self._others = [rank for rank in range(self.ranks) if rank != self.rank]
-        by_rank = [pickle.loads(data) for data in self._gathered(pickle.dumps(sorted(self._own)))]
+        sent = pickle.dumps(sorted(self._own))
+        gathered = self._exchanged(dict.fromkeys(self._others, sent), "open") | {self.rank: sent}
+        by_rank = [pickle.loads(gathered[rank]) for rank in range(self.ranks)]
         owners = [(shard, rank) for rank, shards in enumerate(by_rank) for shard in shards]
         self._owner = dict(owners)
         self.shards = len(owners)
@@ -98,11 +100,6 @@ class Ranks:
         if self._group is not None and not self._broken:
             dist.destroy_process_group(self._group)
         self._group = None
-
-    def _gathered(self, data: bytes) -> list[bytes]:
-        """Send `data` to all ranks, and return a list of all ranks' data, sorted by rank."""
-        gathered = self._exchanged(dict.fromkeys(self._others, data), "open") | {self.rank: data}
-        return [gathered[rank] for rank in range(self.ranks)]
 
     # -- the wire --------------------------------------------------------------------------------------------------
 
