@@ -19,7 +19,7 @@ from torch import Tensor
 from softdb.answers import frames
 from softdb.answers.brief import LINES, SHOWN, json_cell, listed, numbers, part_of, shape
 from softdb.answers.shaped import nested
-from softdb.check import Id, shown
+from softdb.check import Id, no_constant, shown
 from softdb.errors import BadInput, Closed, CorruptionError, StaleRead
 from softdb.lazy import cached_property
 from softdb.misnomers import OwnNames, known_arguments
@@ -50,11 +50,7 @@ def parsed(texts: list[str | None]) -> list[Any]:
         raise CorruptionError(f"a stored payload is not JSON ({error}); verify() names its row") from None
 
 
-def _refuse(constant: str) -> Any:
-    raise ValueError(f"JSON has no {constant}")
-
-
-_decode = json.JSONDecoder(parse_constant=_refuse).decode
+_decode = json.JSONDecoder(parse_constant=no_constant).decode
 _NO_COLUMN = "[{!r}] is no position; the columns are attributes, .ids, .payloads and .texts, and [0] is the first {}"
 
 

@@ -14,7 +14,7 @@ from softdb.check.ids import encodable
 from softdb.check.plain import filled, shown
 from softdb.errors import BadInput
 
-__all__ = ["MAX_DEPTH", "JsonText", "is_missing", "json_ready", "json_text", "json_texts", "payloads"]
+__all__ = ["MAX_DEPTH", "JsonText", "is_missing", "json_ready", "json_text", "json_texts", "no_constant", "payloads"]
 
 MAX_DEPTH = 64  # nesting of a payload or a filter: far below the limit of every JSON parser involved
 
@@ -49,6 +49,11 @@ class JsonTexts(Sequence[JsonText | None]):
         if isinstance(i, slice):
             return JsonTexts(self.texts[i])
         return None if self.texts[i] is None else JsonText(self.texts[i])
+
+
+def no_constant(name: str) -> None:
+    """Refuse NaN and Infinity in JSON; used as `parse_constant`. Raises ValueError."""
+    raise ValueError(f"{name} is not a JSON number")
 
 
 def payloads(value: object, count: int) -> list[str | None]:

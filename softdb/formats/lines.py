@@ -104,7 +104,7 @@ def _json_lines(path: Path, bad: Callable[[BadInput], None] = raise_error, heade
         if not line.strip():
             continue
         try:
-            row = json.loads(line, parse_constant=no_constant)
+            row = json.loads(line, parse_constant=check.no_constant)
         except (ValueError, RecursionError) as error:
             bad(BadInput(f"{path.name} line {number}: not JSON ({error}); mend or remove that line"))
             continue
@@ -115,11 +115,6 @@ def _json_lines(path: Path, bad: Callable[[BadInput], None] = raise_error, heade
         if header or not (first and row.keys() == {"softdb"}):
             yield Line(number, share, row)
         first = False
-
-
-def no_constant(name: str) -> None:
-    """Refuse NaN and Infinity in JSON; used as `parse_constant`. Raises ValueError."""
-    raise ValueError(f"{name} is not a JSON number")
 
 
 def csv_header(path: Path) -> list[str]:
@@ -163,7 +158,7 @@ def _csv_lines(path: Path, fields: Fields, bad: Callable[[BadInput], None]) -> I
         }
         if own and "payload" in row:
             try:
-                row["payload"] = json.loads(row["payload"], parse_constant=no_constant)
+                row["payload"] = json.loads(row["payload"], parse_constant=check.no_constant)
             except (ValueError, RecursionError) as error:
                 bad(BadInput(f"{path.name} line {number}: payload is not JSON ({error}); mend it"))
                 continue

@@ -202,7 +202,8 @@ def _chroma(path: Path, file: Any, size: int, name: str | None) -> Iterator[Any]
 
 
 _OTHERS = ("Panorama", "Dedup")  # suffixes of FAISS classes that store vectors or ids in another layout
-_KINDS = {"hdf5": _hdf5, "faiss": _faiss, "qdrant": _qdrant, "chroma": _chroma}
+# each yields the head that describes a file, then arrays or lists of records; it may raise an error of any class
+READERS = {"hdf5": _hdf5, "faiss": _faiss, "qdrant": _qdrant, "chroma": _chroma}
 
 
 def content(kind: str, path: Path) -> Any:
@@ -211,11 +212,6 @@ def content(kind: str, path: Path) -> Any:
         return path.open("rb") if kind == "hdf5" else None
     with path.open("rb") as file:
         return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-
-
-def opened(kind: str, path: Path, file: Any, size: int, name: str | None) -> Iterator[Any]:
-    """Yield the head that describes a file, then arrays or lists of records. May raise an error of any class."""
-    return _KINDS[kind](path, file, size, name)
 
 
 def _confine(kind: str, room: int) -> None:
@@ -245,7 +241,7 @@ def main(kind: str, path: str, room: int, seconds: int, size: int, name: str | N
         file = content(kind, Path(path))
         _confine(kind, room)
         signal.setitimer(signal.ITIMER_PROF, seconds)  # limits CPU time, also inside a library's code
-        for data in opened(kind, Path(path), file, size, name):
+        for data in READERS[kind](Path(path), file, size, name):
             _send(DATA, data.tobytes() if isinstance(data, np.ndarray) else json.dumps(data).encode())
         _send(END, b"")
     except Exception as error:  # libraries raise errors of any class

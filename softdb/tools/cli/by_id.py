@@ -146,7 +146,7 @@ def insert(
 
 def _records(lines: Iterable[tuple[int, str]], db: SoftDB | TableCluster) -> Iterator[_InputRecord]:
     """Parse JSON lines to records; skip the header line of an export. Raises BadInput with the line number."""
-    from softdb.formats.lines import no_constant
+    from softdb.check import no_constant
     from softdb.tables.rows import DEFAULTS
 
     exported, has_ids = False, None
