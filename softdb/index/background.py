@@ -111,10 +111,10 @@ class Build(Generic[Report]):
             self._finished.set()
             raise
 
-    def stop(self, reason: str) -> None:
-        """Cancel the build for a reason, which its error names, and wait until the build has stopped."""
+    def stop(self, reason: str, wait: bool = True) -> None:
+        """Cancel the build for a reason, which its error names; with `wait` return when the build has stopped."""
         self._stop = self._stop or reason
-        if self._runs_here() or not self._begun:  # called in a progress callback: stops after it
+        if not wait or self._runs_here() or not self._begun:  # called in a progress callback: stops after it
             return
         self._wait(None)
         if self._thread is not None:

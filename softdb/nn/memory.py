@@ -17,7 +17,7 @@ from softdb.answers import Pooled, shaped
 from softdb.attend import Request
 from softdb.check import shown
 from softdb.database import SoftDB
-from softdb.errors import BadInput, StaleRead
+from softdb.errors import BadInput, Cancelled, StaleRead
 from softdb.index.choose import Progress
 from softdb.nn.eager import eager
 from softdb.nn.origin import RECORDS, Followed, Origin, in_order
@@ -31,6 +31,7 @@ from softdb.typing import Numbers, Vectors
 
 BLOCK = 1 << 14  # number of keys copied at once
 RECENT_QUERIES = 64  # number of latest queries kept to measure recall on
+DROPPED = "commit(), reload() or to() has dropped the stale index"  # reason to cancel a build of its next version
 REBUILD_SHARE = 0.5  # `commit` rebuilds the index once this share of all records was written since its last build
 
 
@@ -342,13 +343,15 @@ class Memory(Reindexed, SparseRows):
             progress("copying", low, len(keys))
             return keys[low : low + BLOCK]
 
-        return self._counted(stale.replace(np.arange(len(keys)), map(block, range(0, len(keys), BLOCK)), step))
+        report = stale.replace(np.arange(len(keys)), map(block, range(0, len(keys), BLOCK)), step)
+        if stale is not self._stale:
+            raise Cancelled(DROPPED)
+        return self._counted(report)
 
     def _forget(self) -> None:
-        """Drop the stale index, and stop a running build of its next version."""
-        old, self._build = self._stale, None
-        self._stale = old.emptied()
-        old.close()  # after the swap, so that queries in other threads find an open index
+        """Drop the stale index, and cancel a running build of its next version, without waiting for its end."""
+        self._stale = self._stale.emptied()
+        self._stop(DROPPED, wait=False)
 
     def _apply(self, *args: Any, **kwargs: Any) -> Memory:
         super()._apply(*args, **kwargs)  # type: ignore[no-untyped-call]

@@ -118,9 +118,9 @@ class Reindexed(torch.nn.Module, ABC):
             with contextlib.suppress(Cancelled):  # the caller of cancel() knows
                 build.result()
 
-    def _stop(self, reason: str) -> None:
+    def _stop(self, reason: str, wait: bool = True) -> None:
         if self._build is not None:
-            self._build.stop(reason)
+            self._build.stop(reason, wait)
             self._build = None
 
 

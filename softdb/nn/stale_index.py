@@ -15,7 +15,7 @@ from torch import Tensor
 from softdb import check
 from softdb.check import Metric, shown
 from softdb.device import nearest as nearest_on_device
-from softdb.errors import BadInput, Closed
+from softdb.errors import BadInput
 from softdb.index.build import Target, build
 from softdb.index.choose import KINDS
 from softdb.index.contract import Floats, Index, Live, Recent, Rows
@@ -136,14 +136,8 @@ class StaleIndex:
         if not self._target:
             raise BadInput(f"recall is {shown(recall)}; expected a share above 0, such as 0.95")
         self._kind = check.one_of(kind, "kind", ("auto", "flat", *KINDS))
-        self._now, self._closed = NOTHING, False
+        self.now = NOTHING  # the version in use, replaced as a whole
         self._lock = threading.Lock()  # held while a version is made
-
-    @property
-    def now(self) -> Version:
-        """The version in use. Raises Closed."""
-        self._require_open()
-        return self._now
 
     def replace(
         self,
@@ -154,7 +148,7 @@ class StaleIndex:
         """Make the next version, and use it from then on; after an error the old version stays.
 
         Cost: copies the vectors and builds the index. Raises BadInput for vectors that do not fit the rows, or that
-        are NaN or infinite; Closed if this index was closed, also during the call.
+        are NaN or infinite.
         """
         with self._lock:
             start, before, rows = time.perf_counter(), self.now, np.array(rows, np.int64)
@@ -163,20 +157,14 @@ class StaleIndex:
             if vectors is not None and not isinstance(vectors, Tensor) and len(rows) >= FEWEST and self._kind != "flat":
                 index, report = build(vectors, self._metric, Target(self._target, TUNED_FOR, kind=self._kind))
                 self._kind = self._kind if index is None else report["kind"]  # no index: comparing all is as fast
-            self._require_open()
             number, seconds = before.number + 1, time.perf_counter() - start
-            self._now = Version(number, rows, vectors, index, self._metric, seconds, step)
+            self.now = Version(number, rows, vectors, index, self._metric, seconds, step)
             return ReindexReport(number, len(rows), step, seconds)
-
-    def close(self) -> None:
-        """Release the vectors; a `replace` that is running raises Closed. Safe to call twice."""
-        self._closed, self._now = True, NOTHING
 
     def _columns(self, count: int, blocks: Iterable[Tensor]) -> Snapshot | Tensor | None:
         """Copy the blocks into one column, on the device of the first block; None without vectors."""
         column, done, dtype = torch.empty(0, 0), 0, getattr(torch, self.dtype)
         for block in blocks:
-            self._require_open()
             if not len(block):
                 continue
             if done + len(block) > count:
@@ -197,17 +185,13 @@ class StaleIndex:
             return column if count else None
         return Snapshot.of(0, (Segment(0, 0, None, column.numpy(), None),), np.ones(count, np.bool_))
 
-    def _require_open(self) -> None:
-        if self._closed:
-            raise Closed("this stale index was closed; make another")
-
     def emptied(self) -> StaleIndex:
         """Return a stale index with these settings, without vectors."""
         return StaleIndex(self._metric, self._target, self._kind, self.dtype)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> StaleIndex:
         copy = self.emptied()
-        copy._now, copy._closed = self._now, self._closed
+        copy.now = self.now
         return copy
 
     def __reduce__(self) -> tuple[type[StaleIndex], tuple[Any, ...]]:

@@ -130,6 +130,32 @@ def test_a_refresh_in_the_background_takes_the_keys_as_they_were() -> None:
     assert 5 not in memory._stale.now.find(far, 20)[0].tolist()
 
 
+@pytest.mark.parametrize("late", [False, True])
+def test_a_commit_cancels_a_background_build_and_does_not_wait(late: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    db = large(10_500)
+    db.build_index("ivf")
+    memory, gate, replace = Memory(db, k=1), threading.Event(), StaleIndex.replace
+
+    def gated(*args: Any) -> ReindexReport:
+        report = replace(*args) if late else None
+        assert gate.wait(60)
+        return report or replace(*args)
+
+    monkeypatch.setattr(StaleIndex, "replace", gated)
+    build = memory.reindex(background=True)
+    with torch.no_grad():
+        assert memory.keys is not None
+        memory.keys[5] += 1
+    assert memory.commit(everything=True) == 1
+    assert build is not None
+    assert not build.done
+    assert not memory.reindexing
+    gate.set()
+    with pytest.raises(Cancelled, match=r"commit\(\), reload\(\) or to\(\) has dropped the stale index"):
+        build.result(60)
+    assert memory.report().reindexes == memory._stale.now.number == 0
+
+
 @pytest.mark.slow
 def test_after_many_commits_the_index_is_rebuilt() -> None:
     db = large()
