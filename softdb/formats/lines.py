@@ -39,7 +39,7 @@ def read_header(path: str | os.PathLike[str]) -> Header | None:
     path = Path(path)
     if Path(path.name.removesuffix(".gz")).suffix not in (".jsonl", ".ndjson"):
         return None
-    line = next(_json_lines(path, header=True), None)
+    line = next(json_rows(text_lines(path), f"{path.name} ", header=True), None)
     if line is None or line.row.keys() != {"softdb"}:
         return None
     return Header.of(line.row["softdb"], f"{path.name} line {line.number}")
@@ -55,7 +55,7 @@ def read_rows(path: Path, fields: Fields, on_error: Callable[[BadInput], None] |
     kind = kind_of(path, ".jsonl, .csv or .tsv, also with .gz", ".jsonl", ".ndjson", ".csv", ".tsv")
     if kind in (".csv", ".tsv"):
         return _csv_lines(path, fields, bad)
-    return _json_lines(path, bad)
+    return json_rows(text_lines(path, bad), f"{path.name} ", bad)
 
 
 def batched(items: Iterable[T], size: int) -> Iterator[list[T]]:
@@ -78,39 +78,48 @@ def raise_error(error: BadInput) -> None:
     raise error
 
 
+def decoded(file: IO[bytes], name: str, bad: Callable[[BadInput], None] = raise_error) -> Iterator[tuple[int, str]]:
+    """Yield number and text of each line, as soon as it is read; pass other than UTF-8 to `bad`."""
+    for number, line in enumerate(iter(lambda: file.readline(_LINE + 1), b""), 1):
+        if len(line) > _LINE:
+            raise BadInput(f"{name}line {number}: longer than {_LINE:,} bytes; split it into several lines")
+        try:
+            yield number, line.decode("utf-8-sig" if number == 1 else "utf-8")
+        except UnicodeDecodeError as error:
+            bad(BadInput(f"{name}line {number}: not UTF-8 ({error.reason}); convert the input to UTF-8"))
+
+
 def text_lines(path: Path, bad: Callable[[BadInput], None] = raise_error) -> Iterator[tuple[int, float, str]]:
     """Yield each line's number, the share of the file that is read, and the line; pass other than UTF-8 to `bad`."""
     number, size = 0, max(1, path.stat().st_size)
     with path.open("rb") as raw:
         file = cast("IO[bytes]", gzip.GzipFile(fileobj=raw)) if path.suffix == ".gz" else raw
         try:
-            for number, line in enumerate(iter(lambda: file.readline(_LINE + 1), b""), 1):
-                if len(line) > _LINE:
-                    raise BadInput(f"{path.name} line {number}: longer than {_LINE:,} bytes; break it up")
-                try:
-                    text = line.decode("utf-8-sig" if number == 1 else "utf-8")
-                except UnicodeDecodeError as error:
-                    bad(BadInput(f"{path.name} line {number}: not UTF-8 ({error.reason}); re-encode the source"))
-                    continue
+            for number, text in decoded(file, f"{path.name} ", bad):
                 yield number, raw.tell() / size, text
         except (EOFError, zlib.error, gzip.BadGzipFile) as error:
             raise BadInput(f"{path.name} line {number + 1}: cannot be decompressed ({error}); fetch it again") from None
 
 
-def _json_lines(path: Path, bad: Callable[[BadInput], None] = raise_error, header: bool = False) -> Iterator[Line]:
-    """Yield the JSON objects in a file's lines. The header line of an export is left out, unless `header` is True."""
+def json_rows(
+    lines: Iterable[tuple[int, float, str]],
+    name: str,
+    bad: Callable[[BadInput], None] = raise_error,
+    header: bool = False,
+) -> Iterator[Line]:
+    """Yield the JSON objects of the lines. The header line of an export is left out, unless `header` is True."""
     first = True
-    for number, share, line in text_lines(path, bad):
+    for number, share, line in lines:
         if not line.strip():
             continue
         try:
             row = json.loads(line, parse_constant=check.no_constant)
         except (ValueError, RecursionError) as error:
-            bad(BadInput(f"{path.name} line {number}: not JSON ({error}); mend or remove that line"))
+            bad(BadInput(f"{name}line {number}: not JSON ({error}); correct or remove that line"))
             continue
         if not isinstance(row, dict):
             expected = 'expected an object such as {"id": …, "key": […]}'
-            bad(BadInput(f"{path.name} line {number}: {check.shown(row)}; {expected}"))
+            bad(BadInput(f"{name}line {number}: {check.shown(row)}; {expected}"))
             continue
         if header or not (first and row.keys() == {"softdb"}):
             yield Line(number, share, row)

@@ -45,7 +45,6 @@ MetricOption = Annotated[MetricName | None, Option(help="Score of a query and a 
 DTypeOption = Annotated[DType | None, Option(help="Number type of stored keys and values.")]
 
 STDIN = "-"  # stands for standard input in place of a file name
-MAX_LINE_BYTES = 1 << 28
 _INTEGER = re.compile(r"0|-?[1-9][0-9]{0,18}")
 
 
@@ -93,16 +92,10 @@ def projected(db: Verbs, queries: Any, file: Path | None) -> Any:
 
 def input_lines(file: str) -> Iterator[tuple[int, str]]:
     """Yield number and text of each line that is not blank, as soon as the line is read; `-` is standard input."""
+    from softdb.formats.lines import decoded
+
     with contextlib.nullcontext(sys.stdin.buffer) if file == STDIN else open(file, "rb") as lines:
-        for number, line in enumerate(iter(lambda: lines.readline(MAX_LINE_BYTES + 1), b""), 1):
-            if len(line) > MAX_LINE_BYTES:
-                raise BadInput(f"line {number}: longer than {MAX_LINE_BYTES:,} bytes; split it into several lines")
-            try:
-                text = line.decode("utf-8-sig" if number == 1 else "utf-8")
-            except UnicodeDecodeError as error:
-                raise BadInput(f"line {number}: not UTF-8 ({error.reason}); convert the input to UTF-8") from None
-            if text.strip():
-                yield number, text
+        yield from ((number, text) for number, text in decoded(lines, "") if text.strip())
 
 
 @contextlib.contextmanager

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
@@ -10,7 +9,7 @@ from rich.markup import escape
 from typer import Argument, Option
 
 from softdb.errors import BadInput, SoftDBError
-from softdb.terminal import Excerpt, counted, print_json, print_result, print_table, safe, shortened
+from softdb.terminal import Excerpt, counted, print_json, print_result, print_table, safe
 from softdb.tools.cli.arguments import AsJson, Database, EncoderName, TypedIds, Where, filter_of, input_lines, typed_ids
 from softdb.tools.cli.places import answering, chosen, described, named_encoder, place, read, writing
 
@@ -146,35 +145,27 @@ def insert(
 
 def _records(lines: Iterable[tuple[int, str]], db: SoftDB | TableCluster) -> Iterator[_InputRecord]:
     """Parse JSON lines to records; skip the header line of an export. Raises BadInput with the line number."""
-    from softdb.check import no_constant
+    from softdb.check import shown
+    from softdb.formats.lines import json_rows
     from softdb.tables.rows import DEFAULTS
 
     exported, has_ids = False, None
-    for number, line in lines:
-        try:
-            row = json.loads(line, parse_constant=no_constant)
-        except (ValueError, RecursionError) as error:
-            raise BadInput(f"line {number}: not JSON ({error}); correct or remove that line") from None
-        if number == 1 and isinstance(row, dict) and row.keys() == {"softdb"}:
-            _require_same_metric(row["softdb"], db)
+    for number, _, row, _ in json_rows(((number, 0.0, line) for number, line in lines), "", header=True):
+        if number == 1 and row.keys() == {"softdb"}:
+            metric = row["softdb"].get("metric") if isinstance(row["softdb"], dict) else None
+            if metric != db.metric:
+                raise BadInput(
+                    f"the export's metric is {metric}, but this database's is {db.metric}; insert it into a database "
+                    "of that metric, or delete the first line of the input, which names the metric"
+                )
             exported = True
             continue
-        if not isinstance(row, dict) or has_ids not in (None, "id" in row):
+        if has_ids not in (None, "id" in row):
             expected = 'an object such as {"id": 1, "key": [1, 0]}, with an id in every line or in none'
-            raise BadInput(f"line {number} is {shortened(line.strip(), 60)}; expected {expected}")
+            raise BadInput(f"line {number} is {shown(row)}; expected {expected}")
         has_ids = "id" in row
         key_name = "key" if exported else next((field for field in DEFAULTS["key"] if field in row), "key")
         embeds = key_name not in row and isinstance(row.get("text"), str) and not exported
         name, key, value, text = (row.pop(field, None) for field in ("id", key_name, "value", "text"))
         payload = row["payload"] if list(row) == ["payload"] else row or None
         yield _InputRecord(number, name, key, value, payload, text, embeds)
-
-
-def _require_same_metric(header: Any, db: SoftDB | TableCluster) -> None:
-    """Raise BadInput if the export's vectors were compared by another metric than the database's."""
-    metric = header.get("metric") if isinstance(header, dict) else None
-    if metric != db.metric:
-        raise BadInput(
-            f"the export's metric is {metric}, but this database's is {db.metric}; insert it into a database of "
-            "that metric, or delete the first line of the input, which names the metric"
-        )

@@ -186,7 +186,7 @@ def test_words_are_searched(tmp_path: Path) -> None:
     [
         ("{oops", "line 3: not JSON"),
         ('{"id": 1, "key": [NaN, 1], "value": 1}', "line 3: not JSON (NaN is not a JSON number)"),
-        ("[1]", "line 3 is [1]; expected an object such as"),
+        ("[1]", "line 3: [1]; expected an object such as"),
         ('{"key": [1, 0], "value": 1}', "expected an object such as"),
         ('{"id": 9, "key": [1], "value": 1}', "line 3: insert: keys"),
         ('{"id": "east", "key": [1, 0], "value": 1}', "line 3: insert: id 'east' is stored already"),
