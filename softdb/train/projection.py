@@ -118,26 +118,18 @@ def load(path: str | os.PathLike[str]) -> QueryProjection:
     return projection
 
 
-KEYS = {"inner": "hd", "inner_bias": "h", "outer": "dh", "outer_bias": "d"}  # shapes of a KeyEncoder's parameters
-
-
 def _is_projection(state: object) -> bool:
     """Return True for the state_dict of a square linear map, with or without an encoder of keys."""
-    if not isinstance(state, dict) or "weight" not in state:
+    if not isinstance(state, dict) or not all(isinstance(x, Tensor) and x.is_floating_point() for x in state.values()):
         return False
-    keys = {name for name in state if str(name).startswith("keys.")}
-    if not {"weight", "bias"} >= set(state) - keys or keys not in (set(), {f"keys.{name}" for name in KEYS}):
-        return False
-    tensors = state.values()
-    if not all(isinstance(tensor, Tensor) and tensor.is_floating_point() for tensor in tensors):
-        return False
-    if not all(tensor.numel() * tensor.element_size() <= tensor.untyped_storage().nbytes() for tensor in tensors):
+    if not all(x.numel() * x.element_size() <= x.untyped_storage().nbytes() for x in state.values()):
         return False  # an expanded tensor: a small file would take gigabytes of memory
-    sizes = {"d": len(state["weight"]) if state["weight"].ndim == 2 else 0}
-    sizes["h"] = len(state["keys.inner"]) if keys and state["keys.inner"].ndim else 0
-    shapes = {"weight": "dd", "bias": "d", **{f"keys.{name}": shape for name, shape in KEYS.items()}}
-    fits = all(tuple(tensor.shape) == tuple(sizes[axis] for axis in shapes[name]) for name, tensor in state.items())
-    return fits and all(0 < size <= check.MAX_DIM for axis, size in sizes.items() if axis == "d" or keys)
+    shapes = {name: tuple(x.shape) for name, x in state.items()}
+    d, h = (shapes.get(name, ())[:1] or (0,) for name in ("weight", "keys.inner"))
+    expected = {"weight": d + d} | ({"bias": d} if "bias" in shapes else {})
+    if any(str(name).startswith("keys.") for name in shapes):
+        expected |= {"keys.inner": h + d, "keys.inner_bias": h, "keys.outer": d + h, "keys.outer_bias": d}
+    return shapes == expected and all(0 < size <= check.MAX_DIM for shape in shapes.values() for size in shape)
 
 
 def packed(content: dict[str, Any]) -> bytes:

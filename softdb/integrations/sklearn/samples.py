@@ -124,26 +124,17 @@ def present(sample_weight: ArrayLike | None, *arrays: NDArray[Any]) -> tuple[Any
 
 
 def columns(y: NDArray[Any], weights: NDArray[np.float64] | None) -> NDArray[np.float32]:  # (n, v) -> (n, 2 v + 2)
-    """Return `halves` of y or, with weights w (n,), of the columns w y and w."""
-    return halves(y if weights is None else weights[:, None] * np.column_stack([y, np.ones(len(y))]))
-
-
-@np.errstate(invalid="ignore")  # 0 / 0 is NaN where a kernel reaches no sample
-def means(pooled: NDArray[Any], weighted: bool) -> NDArray[np.float64]:  # (q, 2 v + 2) -> (q, v)
-    """Undo `columns`: return the pooled y or, with weights, the pooled w y over the pooled w."""
-    sums = joined(pooled)
-    return sums[:, :-1] / sums[:, -1:] if weighted else sums
-
-
-def halves(y: NDArray[Any]) -> NDArray[np.float32]:  # (n, v) -> (n, 2 v)
-    """Return y as float32 columns: the rounded values, then the rounding errors. Raises BadInput."""
+    """Return y or, with weights w, w y and w in float32: rounded values, then rounding errors. Raises BadInput."""
+    y = y if weights is None else weights[:, None] * np.column_stack([y, np.ones(len(y))])
     if y.size and np.abs(y).max() > MAX_FLOAT32:
         raise BadInput(f"y reaches {np.abs(y).max():.3g}, and values are float32, at most {MAX_FLOAT32:.3g}; scale it")
     high = y.astype(np.float32)
     return np.concatenate([high, (y - high).astype(np.float32)], axis=1)
 
 
-def joined(pooled: NDArray[Any]) -> NDArray[np.float64]:  # (q, 2 v) -> (q, v)
-    """Undo `halves`: return the pooled values plus the pooled rounding errors."""
+@np.errstate(invalid="ignore")  # 0 / 0 is NaN where a kernel reaches no sample
+def means(pooled: NDArray[Any], weighted: bool) -> NDArray[np.float64]:  # (q, 2 v + 2) -> (q, v)
+    """Undo `columns`: return the pooled y or, with weights, the pooled w y over the pooled w."""
     high, low = np.split(pooled.astype(np.float64), 2, axis=1)
-    return high + low
+    sums = high + low
+    return sums[:, :-1] / sums[:, -1:] if weighted else sums

@@ -153,7 +153,7 @@ def test_files_that_hold_no_projection(tmp_path: Path) -> None:
     (tmp_path / "empty.pt").write_bytes(b"")
     parts: list[dict[str, Any]] = [
         {"weight": torch.eye(2, dtype=torch.int64)}, {"weight": torch.zeros(0, 0)}, {"weight": torch.eye(2), "bias": 1},
-        {"weight": torch.eye(2), "bias": torch.ones(3)}, {"weight": torch.ones(2)}, {},
+        {"weight": torch.eye(2), "bias": torch.ones(3)}, {"weight": torch.ones(2)}, {"weight": torch.tensor(1.0)}, {},
     ]  # fmt: skip
     for part in parts:
         torch.save({"format": "softdb projection 1", "state_dict": part}, tmp_path / "part.pt")
