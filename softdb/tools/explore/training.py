@@ -18,12 +18,12 @@ from softdb.database import SoftDB
 from softdb.errors import BadInput
 from softdb.nn import retrieval_loss
 from softdb.tools.cli.served import Served
-from softdb.train import QueryProjection
+from softdb.train import QueryProjection, Ranking
+from softdb.train.held_out import ranked
 
 STEPS = 200  # largest number of steps, whose weights are all kept: 36 kB a step for the demo
 BATCH, RATE, TEMPERATURE, SEED = 64, 1e-3, 0.05, 0
 MEASURED, AT_ONCE = 512, 64  # number of held-out words for a recall, and of words searched at once
-DEPTH = 100  # largest rank of a word's record that is reported as a number
 SECONDS = 0.25  # time after which a call stops, with fewer steps than it was to reach
 
 
@@ -69,11 +69,11 @@ class DemoRun:
     def recall(self, db: SoftDB, steps: int, wanted: Callable[[], None]) -> tuple[float, float]:
         """Return recall@1 and recall@10 on held-out words, after a number of steps."""
         if steps not in self.recalls:
-            ranks: list[int] = []
+            parts = []  # (recall@1, recall@10) of equally many words each
             for some in np.flatnonzero(self.held_out)[:MEASURED].reshape(-1, AT_ONCE):
                 wanted()
-                ranks += self._ranks(db, some, steps, 10)
-            self.recalls[steps] = float(np.equal(ranks, 1).mean()), float(np.greater(ranks, 0).mean())
+                parts.append(self._ranking(db, some, steps)[:2])
+            self.recalls[steps] = tuple(np.mean(parts, axis=0).tolist())
         return self.recalls[steps]
 
     def place(self, db: SoftDB, word: str, steps: int) -> dict[str, Any] | None:
@@ -81,17 +81,13 @@ class DemoRun:
         i = self.words.get(word.strip().lower())
         if i is None:
             return None
-        before, now = (self._ranks(db, np.array([i]), at, DEPTH)[0] for at in (0, steps))
+        reciprocals = (self._ranking(db, np.array([i]), at).mrr_100 for at in (0, steps))
+        before, now = (round(1 / reciprocal) if reciprocal else 0 for reciprocal in reciprocals)  # 0: beyond 100
         return {"word": word.strip(), "held_out": bool(self.held_out[i]), "before": before, "now": now}
 
-    def _ranks(self, db: SoftDB, words: np.ndarray, steps: int, depth: int) -> list[int]:
-        """Return the rank of each word's first right record, from 1; 0 if it is not among the `depth` nearest."""
-        hits = db.search(self.projected(self.queries[words], steps), depth, exact=True).ids
-        right = [set(self.right[i]) for i in words]
-        return [
-            next((rank for rank, id_ in enumerate(ids, 1) if id_ in own), 0)
-            for ids, own in zip(hits, right, strict=True)
-        ]
+    def _ranking(self, db: SoftDB, words: np.ndarray, steps: int) -> Ranking:
+        """Rank the words' right records after a number of steps."""
+        return ranked(db, self.projected(self.queries[words], steps), [self.right[i] for i in words], None)
 
 
 class Trainer:
