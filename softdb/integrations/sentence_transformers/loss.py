@@ -18,7 +18,7 @@ from softdb.errors import BadInput, StaleRead
 from softdb.nn import View, info_nce, retrieval_loss
 from softdb.nn.handle import SharedHandle
 from softdb.nn.reindexed import Policy
-from softdb.nn.targets import listed
+from softdb.nn.targets import database, listed
 from softdb.train.pairs import require_known
 
 if TYPE_CHECKING:
@@ -207,7 +207,7 @@ def labelled(dataset: Dataset, db: SoftDB, column: str) -> Dataset:
 
     Raises BadInput for an empty dataset, a missing column, a query without an id, and ids that are not stored.
     """
-    _require(db)
+    db = database(db)
     names = list(getattr(dataset, "column_names", None) or [])
     if column not in names:
         raise BadInput(f"the dataset has no column {shown(column)}; it has {', '.join(map(repr, names)) or 'none'}")
@@ -223,20 +223,15 @@ def labelled(dataset: Dataset, db: SoftDB, column: str) -> Dataset:
 
 def require_model(model: object, db: object, width: str | None = None) -> None:
     """Raise BadInput for another class of `model` or `db` or, if `width` is given, for vectors of different widths."""
-    handle = _require(db)
-    if not isinstance(model, SentenceTransformer):
-        raise BadInput(f"model is {shown(model)}; expected a SentenceTransformer")
-    dim = (getattr(model, "get_embedding_dimension", None) or model.get_sentence_embedding_dimension)()
-    if width and dim != handle.dim:
-        raise BadInput(
-            f"the model's vectors are {dim} wide but the keys of this database {handle.dim}; append "
-            f"sentence_transformers.models.Dense with {handle.dim} outputs to the model, or replace the keys by "
-            "db.reembed(ModelEncoder(model))"
-        )
-
-
-def _require(db: object) -> SoftDB:
     if not isinstance(db, SoftDB):
         raise BadInput(f"db is {shown(db)}; expected an open softdb database")
     db.core.require_open()
-    return db
+    if not isinstance(model, SentenceTransformer):
+        raise BadInput(f"model is {shown(model)}; expected a SentenceTransformer")
+    dim = (getattr(model, "get_embedding_dimension", None) or model.get_sentence_embedding_dimension)()
+    if width and dim != db.dim:
+        raise BadInput(
+            f"the model's vectors are {dim} wide but the keys of this database {db.dim}; append "
+            f"sentence_transformers.models.Dense with {db.dim} outputs to the model, or replace the keys by "
+            "db.reembed(ModelEncoder(model))"
+        )
