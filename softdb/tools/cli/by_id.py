@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from softdb.database import SoftDB
     from softdb.filters import FilteredStore
 
-IDS_PER_LOOKUP = 1000
 FIRST = 10  # number of records that `get` prints without ids
 SHOWN = 4  # largest count of a vector's numbers that are printed
 FIELDS = ("id", "key", "value", "payload", "text")
@@ -36,13 +35,9 @@ def get(
     """Print records in the order of the ids, or the first ones, or those of a filter; exit code 3 for an unknown id."""
     filter_ = filter_of(where)
     with answering(path, quiet=as_json) as db:
-        if not ids:
-            records = list(db.get(where=filter_, limit=FIRST if limit is None else limit, offset=offset))
-        else:
-            wanted = typed_ids(db, ids)
-            lookups = (wanted[low : low + IDS_PER_LOOKUP] for low in range(0, len(wanted), IDS_PER_LOOKUP))
-            records = [record for lookup in lookups for record in db.get(lookup, filter_)]
-            records = records[offset:][:limit]
+        wanted = typed_ids(db, ids) if ids else None
+        limit = FIRST if limit is None and not ids else limit
+        records = list(db.get(wanted, filter_, limit=limit, offset=offset))
     facts = [record_facts(record) for record in records]
     if as_json:
         print_json(facts)
