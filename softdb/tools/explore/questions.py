@@ -88,11 +88,6 @@ class Weighing:
         temperature, rtol = _number(params, "temperature", 1.0), _number(params, "rtol", 0.05)
         return cls(temperature, way, _integer(params, "k", 100, 10**6), rtol)
 
-    @classmethod
-    def exact(cls, temperature: float) -> Weighing:
-        """Weigh all records."""
-        return cls.of({"temperature": repr(temperature)})
-
     @property
     def options(self) -> dict[str, Any]:
         """The arguments of `attend` that `way` stands for."""

@@ -201,7 +201,7 @@ class Answers:
             before = self._matches(db, replace(question, moves=question.moves[:-1]), wanted).query
             right, t = question.moves[-1]
             if before is not None:
-                place = Place(db, plane, before, Weighing.exact(t), question.filter)
+                place = Place(db, plane, before, Weighing.of({"temperature": repr(t)}), question.filter)
                 query = place.moved(parsed_ids(db, [right])[0])
         wanted()
         hits, notes, by_words = self._hits(db, question, query), self._notes_of(question), query is None

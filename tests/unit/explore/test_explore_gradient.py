@@ -56,7 +56,8 @@ def _differences(query: np.ndarray, right: int, metric: str) -> np.ndarray:
 @pytest.mark.parametrize("metric", METRICS)
 def test_loss_gradient_pulls_and_response_are_those_of_the_equations(metric: str) -> None:
     db, query = holding(_keys(), metric=metric), np.linspace(-1, 1, D) + 0.1
-    spot = Place(db, Plane.of(db), torch.tensor(query[None], dtype=torch.float32), Weighing.exact(T), None)
+    weighing = Weighing.of({"temperature": repr(T)})
+    spot = Place(db, Plane.of(db), torch.tensor(query[None], dtype=torch.float32), weighing, None)
     loss, slope = spot.slope(7)
     assert loss == pytest.approx(_loss(query, 7, metric), rel=1e-5)
     np.testing.assert_allclose(slope, _differences(query, 7, metric), rtol=1e-3, atol=1e-4)
