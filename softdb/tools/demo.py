@@ -17,7 +17,6 @@ import numpy as np
 import torch
 from rich.console import Console
 from rich.markup import escape
-from torch import Tensor
 
 import softdb
 from softdb.data import DemoData, load_wordnet
@@ -28,7 +27,7 @@ from softdb.opening import existing
 from softdb.store.ours import remove_database, require_ours
 from softdb.terminal import Excerpt, print_table, progress, safe, shortened
 from softdb.tools.cli.ask import soft_answers
-from softdb.train import fit, save
+from softdb.train import fit, ranking, save
 
 MARK = "demo.json"  # --fresh replaces only directories with this file
 _OURS = (MARK, PROJECTION, "projection.npy")  # files that the demo adds to the database's directory
@@ -196,7 +195,9 @@ def _learn(
     trained, held_out = len(data.held_out) - before.queries, before.queries
     console.print(f"  {seconds:.0f} s, {epochs} epochs over {trained:,} words; tested on {held_out:,} other words:")
     key = torch.from_numpy(data.query_keys[query : query + 1])
-    ranks = [_rank(db, vector, right[query]) for vector in (key, fitted.projection.of(db, key))]
+    vectors = key, fitted.projection.of(db, key)
+    reciprocals = [ranking(db, vector, [right[query]]).mrr_100 for vector in vectors]
+    ranks = [f"{1 / reciprocal:.0f}" if reciprocal >= 0.1 else "> 10" for reciprocal in reciprocals]
     rows = [
         ("first (recall@1)", f"{before.recall_1:.1%}", f"[b]{after.recall_1:.1%}[/]"),
         ("among ten (recall@10)", f"{before.recall_10:.1%}", f"[b]{after.recall_10:.1%}[/]"),
@@ -205,12 +206,6 @@ def _learn(
     ]
     print_table(("right definition", "before", "after"), rows, console=console, indent=4)
     return before[:2], after[:2]
-
-
-def _rank(db: SoftDB, query: Tensor, right: list[str]) -> str:
-    """Return the rank of the first right record among the ten nearest, from 1."""
-    (ids,) = db.search(query, k=10, exact=True).ids
-    return next((str(i) for i, id_ in enumerate(ids, 1) if id_ in right), "> 10")
 
 
 def _reopen(path: Path, data: DemoData, console: Console) -> None:
