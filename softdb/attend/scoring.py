@@ -39,7 +39,7 @@ def score_rows(
         return divided(score_rows(score.score, queries[:, :-1].contiguous(), snapshot, positions), queries)
     live = torch.from_numpy(positions >= 0).to(queries.device)
     metric = metric_in_place(score, queries, snapshot)
-    if metric is not None:
+    if snapshot.placed is None and metric is not None:
         numbers = scores_at(snapshot, queries.detach().numpy(), positions, metric)
         if not np.isnan(numbers).any():  # NaN: too large for float32; torch scores instead
             return torch.from_numpy(numbers)

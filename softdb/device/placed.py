@@ -10,21 +10,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from softdb.check import Metric
 from softdb.device import compare
 from softdb.device.availability import usable
 from softdb.device.pooled import nearest, pooled
 from softdb.device.resident import Shard
-from softdb.index.contract import Floats, Live, Rows
+from softdb.index.contract import Live, Rows
 from softdb.index.placement import PlacedColumns, SoftmaxPass
-from softdb.index.products import pair_scores
 from softdb.index.query import Query
 from softdb.lazy import cached_property
 from softdb.pool import State, merge
 from softdb.store import Snapshot
 from softdb.store.snapshot import Block, value_size
-
-GATHERED = 1 << 22  # number of elements of candidates' keys scored at once: 16 MB
 
 
 def served(device: torch.device) -> bool:
@@ -123,22 +119,6 @@ class DeviceColumns(PlacedColumns):
                 keys = block.keys.to(self.device)
                 values = keys if block.values is block.keys else block.values.to(self.device)
                 yield Block(block.positions + shard.low, keys, values)
-
-    def scores_at(
-        self,
-        queries: Floats,  # (q, d)
-        positions: Rows,  # (q, c), -1 = none
-        metric: Metric,
-    ) -> Floats:  # (q, c)
-        """Return exact scores of candidates; -inf for position -1. Copies only the scores to the host."""
-        scores = np.full(positions.shape, -np.inf, np.float32)
-        chunk = max(1, GATHERED // max(1, positions.shape[1] * queries.shape[1]))
-        for low in range(0, len(positions) if positions.size else 0, chunk):
-            batch = slice(low, low + chunk)
-            keys = self.keys_at(positions[batch]).float()
-            exact = pair_scores(torch.from_numpy(queries[batch]).to(keys).unsqueeze(1), keys, metric).cpu().numpy()
-            scores[batch] = np.where(positions[batch] < 0, -np.inf, exact)
-        return scores
 
     def radius_search(self, query: Query) -> Rows:  # (q, m), -1 = none
         """Return positions of all records within the query's radius; see `softdb.index.flat.radius_search`."""

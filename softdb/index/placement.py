@@ -111,14 +111,6 @@ class PlacedColumns(ColumnPass, Protocol):
     def place(self, pools: bool) -> str:
         """Return the text to append to an answer's `finder`: " on cuda:0" or " streamed to cuda:0"."""
 
-    def scores_at(
-        self,
-        queries: NDArray[np.float32],  # (q, d)
-        positions: Rows,  # (q, c), -1 = none
-        metric: Metric,
-    ) -> NDArray[np.float32]:  # (q, c)
-        """Return exact scores of candidates, -inf for none. The device computes them; only scores go to the host."""
-
     def radius_search(self, query: Query) -> Rows:  # (q, m), -1 = none
         """Return all records within a radius, as `softdb.index.flat.radius_search` does."""
 

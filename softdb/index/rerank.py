@@ -9,7 +9,6 @@ import torch
 
 from softdb.check import Metric
 from softdb.index.contract import Floats, Rows, prepared
-from softdb.index.placement import RecordColumns
 from softdb.kernels import available, native
 from softdb.kernels.threads import by_lines, workers
 from softdb.scoring import score_of
@@ -48,22 +47,17 @@ def ordered(
 
 
 def scores_at(
-    columns: RecordColumns,
+    snapshot: Snapshot,
     queries: Floats,  # (q, d)
     positions: Rows,  # (q, c), -1 = none
     metric: Metric,
 ) -> Floats:  # (q, c)
-    """Return the exact score of each candidate, -inf for none.
-
-    Needs the kernels unless the columns lie on a device. Cost q c d.
-    """
-    if columns.placed is not None:
-        return columns.scores_at(queries, positions, metric)
+    """Return the exact score of each candidate, -inf for none. Needs the kernels. Cost q c d."""
     scores = np.empty(positions.shape, np.float32)
     if not scores.size:
         return scores
     plain, positions = prepared(queries, metric), np.ascontiguousarray(positions)
-    keys, code, single = columns.key_column, CODES[metric], len(scores) == 1
+    keys, code, single = snapshot.key_column, CODES[metric], len(scores) == 1
 
     def some(run: slice) -> tuple[Any, ...]:
         if single:  # threads share the candidates of the single query
