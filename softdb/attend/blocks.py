@@ -11,12 +11,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from softdb.attend.protocol import SourceRecords
-from softdb.attend.request import Live, Request
+from softdb.attend.request import Request
 from softdb.check import holds
 from softdb.errors import BadInput
 from softdb.scoring import Score, ScoreFunction, Sparse, Tempered, divided, fold
@@ -45,19 +44,19 @@ def tiles(request: Request, source: SourceRecords) -> Iterator[Tile]:
     bytes_a_record = queries.element_size() * (queries.shape[1] + width)
     rows = max(1, min(BLOCK_ROWS, BLOCK_BYTES // bytes_a_record, len(source.live)))
     chunk_size = max(1, TILE // rows)
-    places = _Places(source.live)
+    mask = request.masks(source.live)[1]
     for stored in source.blocks(rows, request.allowed):
         block = source.encoded(stored)
         keys = alike(block.keys, queries)
         values = keys if block.values is block.keys else block.values.to(queries.device)
         if values.is_floating_point():
             values = values.to(queries.dtype)
-        columns = None if request.mask is None else places.of(block.positions).to(request.mask.device)
+        columns = None if mask is None else block.positions.to(mask.device)
         for low in range(0, len(queries), chunk_size):
             chunk = slice(low, low + chunk_size)
             dead = None
-            if request.mask is not None and columns is not None:
-                dead = ~request.mask[chunk].index_select(1, columns).to(queries.device)
+            if mask is not None and columns is not None:
+                dead = ~mask[chunk].index_select(1, columns).to(queries.device)
             yield Tile(chunk, block.positions, keys, values, dead)
 
 
@@ -95,21 +94,6 @@ def scores_of(score: Score | ScoreFunction, queries: Tensor, keys: Tensor) -> Te
     if not holds(~scores.detach().isnan().any()):
         raise BadInput("the score returned NaN; a score must be a number for every query and key")
     return scores.to(queries.dtype)
-
-
-class _Places:
-    """Ranks of records among live records, counted block by block, as a table of all ranks would take 8 n bytes."""
-
-    def __init__(self, live: Live) -> None:
-        self.live = live
-        self.before, self.end = 0, 0  # number of live records before position `end`
-
-    def of(self, positions: Tensor) -> Tensor:  # (m,) ascending, of live records -> (m,)
-        low, high = int(positions[0]), int(positions[-1]) + 1
-        before = self.before + int(np.count_nonzero(self.live[self.end : low]))
-        places = before - 1 + torch.from_numpy(np.cumsum(self.live[low:high]))
-        self.before, self.end = int(places[-1]) + 1, high
-        return places[positions - low]
 
 
 class Solved(NamedTuple):

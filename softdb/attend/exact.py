@@ -127,9 +127,9 @@ def _dense(request: Request, source: SourceRecords) -> Pooled:
     """Return the exact answer with the weights (q, n) of all records, sorted by row. Cost q n (d + v)."""
     positions, scores, values = all_scores(source, request)
     live = torch.ones_like(scores, dtype=torch.bool)
-    if request.mask is not None:
-        columns = torch.from_numpy(np.cumsum(source.live)[positions] - 1)
-        live = request.mask.to(scores.device).index_select(1, columns.to(scores.device))
+    mask = request.masks(source.live)[1]
+    if mask is not None:
+        live = mask.to(scores.device).index_select(1, torch.from_numpy(positions).to(scores.device))
     weights, lse, _ = request.weighting.weigh(scores, request.temperature, live)
     output = weights.new_zeros(len(weights), source.width)
     pool_into(output, weights, values.to(weights.device))
