@@ -14,6 +14,8 @@ from softdb.index.contract import Floats, Numbers
 from softdb.index.sampler import DrawnAnswer, Figures
 from softdb.kernels import native
 
+LARGEST = {"unseen", "thinned", "usual", "drift", "reach"}  # merging keeps the largest of these, sums of the others
+
 
 class ErrorEstimate(NamedTuple):
     """Sums over the error terms y and r of an answer from draws. For a candidate with weight w, probability p, value v,
@@ -45,11 +47,8 @@ class ErrorEstimate(NamedTuple):
     @classmethod
     def of(cls, figures: Figures, answer: DrawnAnswer) -> ErrorEstimate:
         """Return the error estimate from the sums that the kernel computed."""
-        return cls(
-            answer.output, figures.lse, figures.noise, figures.noises, figures.variance, figures.variances,
-            answer.first, answer.signed, answer.roots, figures.unseen, figures.hidden, figures.missed, figures.alone,
-            figures.thinned, figures.usual, figures.drift, figures.reach,
-        )  # fmt: skip
+        columns = figures._asdict() | answer._asdict()
+        return cls(*(columns[name] for name in cls._fields))
 
 
 class Bars(NamedTuple):
@@ -87,20 +86,9 @@ def joined(parts: Sequence[ErrorEstimate]) -> ErrorEstimate:
     shares = np.exp(lses - np.where(np.isneginf(lse), 0, lse))  # (parts, q)
     output = sum(share[:, None] * part.output for share, part in zip(shares, parts, strict=True))
     moved = [_recentre(part, share, part.output - output) for share, part in zip(shares, parts, strict=True)]
-    sums = (sum(column) for column in zip(*(sums_of[:7] for sums_of in moved), strict=True))
-    noise, noises, variance, variances, first, signed, roots = sums
-    unseen, hidden, missed, alone, thinned, usual, drift, reach = zip(*(sums_of[7:] for sums_of in moved), strict=True)
-    return ErrorEstimate(
-        output, lse, noise, noises, variance, variances, first, signed, roots,
-        np.max(unseen, axis=0), np.sum(hidden, axis=0), np.sum(missed, axis=0), np.sum(alone, axis=0),
-        np.max(thinned, axis=0), np.max(usual, axis=0), np.max(drift, axis=0), np.max(reach, axis=0),
-    )  # fmt: skip
-
-
-def lengths(output: Numbers) -> Numbers:  # (q, v) -> (q,)
-    """Return the length ‖o‖ of each output."""
-    length: Numbers = np.sqrt(np.square(output).sum(1))
-    return length
+    columns = zip(ErrorEstimate._fields[2:], zip(*moved, strict=True), strict=True)
+    merged = [(np.max if name in LARGEST else np.sum)(each, axis=0) for name, each in columns]
+    return ErrorEstimate(output, lse, *merged)
 
 
 def parts_of_error(parts: Sequence[ErrorEstimate], union: ErrorEstimate, pools: bool) -> Numbers:  # (parts, q)

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from softdb.attend.error import Bars, ErrorEstimate, bars, joined, lengths, normal_quantile, sure
+from softdb.attend.error import Bars, ErrorEstimate, bars, joined, normal_quantile, sure
 from softdb.attend.protocol import IndexedRecords
 from softdb.attend.request import Live, Positions, Request
 from softdb.attend.result import Estimated
@@ -284,7 +284,7 @@ class Estimator(NamedTuple):
             precise = not scores.requires_grad and scores.device.type == "cpu"
             if self.unindexed is not None:
                 state, spread = self.spread(task, sample, state)
-                grown, lse, length, precise = spread.lse - lse, spread.lse, lengths(spread.output), False
+                grown, lse, length, precise = spread.lse - lse, spread.lse, np.linalg.norm(spread.output, axis=1), False
                 error, entropy = bars(spread, self.tolerance.confidence), entropy + grown
                 weights = weights * np.exp(-grown)[:, None]
             pooled = scores, state

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from softdb.answers import Pooled
 from softdb.attend import Request
-from softdb.attend.error import ErrorEstimate, bars, joined, lengths, parts_of_error
+from softdb.attend.error import ErrorEstimate, bars, joined, parts_of_error
 from softdb.attend.request import Positions
 from softdb.attend.result import Doubt, Estimated, answered
 from softdb.attend.rounds import GROWTH, LEAST, MARGIN, SLIGHT, error_of, magnitude
@@ -151,7 +151,7 @@ class _Rounds:
         error = bars(merged, tolerance.confidence)
         size = 1.0 if self.source.num_classes else None
         bar, allowed = error_of(
-            tolerance, request.pools, magnitude(merged.lse), lengths(merged.output), error,
+            tolerance, request.pools, magnitude(merged.lse), np.linalg.norm(merged.output, axis=1), error,
             lambda: size or self.source.caller.value_size,
         )  # fmt: skip
         exact = np.all([book.exact[shard][which] for shard in book.shards], axis=0)
