@@ -137,12 +137,6 @@ class DeviceScan(flat.Scan):
         slack: Tensor = terms * lengths * (self._longest(positions) if self.metric is Metric.DOT else 1)
         return slack
 
-    def second_round(self, queries: Tensor, worst: Tensor, k: int) -> Rows:
-        """Search again, more precisely, for uncertain queries: on the device if it holds the keys, else on the CPU."""
-        if self.shard.keys is not None:
-            return super().second_round(queries, worst, k)
-        return flat.nearest(self.snapshot, Query(queries.cpu(), k, self.metric, self.live.mask), self.start)
-
     @staticmethod
     def merge(best: Best | None, scores: Tensor, positions: Tensor, width: int) -> Best:
         """Merge a block's scores into the best so far. Sorts the whole block, which is faster on a GPU."""

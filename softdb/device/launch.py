@@ -14,8 +14,8 @@ from softdb.check import Metric
 from softdb.device.passes import DevicePass
 from softdb.device.plan import Plan, Way, plan_of, splits_of
 from softdb.device.twin import PassedSums
+from softdb.index.rerank import CODES
 
-METRICS = {Metric.DOT: 0, Metric.COSINE: 1, Metric.L2: 2}  # numbers that the kernels use for metrics
 MERGED = 64, 32  # number of ranges, and of value columns, that a program merges at once
 CANDIDATES = 1 << 26  # number of scores in chosen groups computed at once: 256 MB
 GROUPS = 64, 1024  # least and largest number of records in a group
@@ -40,7 +40,7 @@ def forward(inputs: DevicePass) -> tuple[PassedSums, Tensor]:
             pass_forward[(chunks * blocks * splits * h,)](
                 *columns.tensors, sums, tops, totals,
                 c, h, q, n, columns.d, width, rows, splits, chunks, *columns.strides,
-                **columns.flags, **plan.options,
+                **columns.flags, **plan._asdict(),
             )  # fmt: skip
             most, wide = MERGED
             parts = max(1, -(-width // wide))
@@ -79,7 +79,7 @@ def _to_queries(inputs: DevicePass, state: tuple[Tensor, ...]) -> Tensor:  # (h,
         pass_backward[(chunks * blocks * splits * h,)](
             *columns.tensors, *state, pulled, masses,
             inputs.scale / math.log(2), h, q, n, d, inputs.width, rows, splits, chunks, *columns.strides,
-            **columns.flags, WHOLE=inputs.width <= plan.BV, **plan.options,
+            **columns.flags, WHOLE=inputs.width <= plan.BV, **plan._asdict(),
         )  # fmt: skip
     grad = pulled.sum(0, dtype=torch.float64)
     if inputs.metric is Metric.L2:  # d/dq of -‖q - k‖² is 2 (k - q)
@@ -105,7 +105,7 @@ def _to_records(
             records_backward[(chunks * tiles * h,)](
                 *columns.tensors, *state, key_grad, value_grad,
                 inputs.scale / math.log(2), q, n, d, width, tiles, chunks, *columns.strides,
-                **columns.flags, WHOLE=width <= plan.BV, TO_KEYS=wanted[1], TO_VALUES=wanted[2], **plan.options,
+                **columns.flags, WHOLE=width <= plan.BV, TO_KEYS=wanted[1], TO_VALUES=wanted[2], **plan._asdict(),
             )  # fmt: skip
     return key_grad.mul_(inputs.scale) if wanted[1] else None, value_grad if wanted[2] else None
 
@@ -141,7 +141,7 @@ def _nearest(inputs: DevicePass, k: int, plan: Plan, size: int, groups: int) -> 
     (queries, keys, _, keep, mask), (q_h, q_q, k_h, k_n, _, _, m_h, m_q) = columns.tensors, columns.strides
     strides = q_h, q_q, k_h, k_n, m_h, m_q
     flags: dict[str, Any] = {name: columns.flags[name] for name in ("METRIC", "KEEP", "MASK", "ONCE")}
-    flags |= {name: size for name, size in plan.options.items() if name != "BV"} | {"GROUP": size}
+    flags |= {name: size for name, size in plan._asdict().items() if name != "BV"} | {"GROUP": size}
     with on(inputs.queries.device):
         group_bests[(-(-q // plan.BQ) * groups * h,)](
             queries, keys, keep, mask, bests, q, n, d, groups, *strides, **flags
@@ -185,7 +185,7 @@ class _Arguments:
         strided = queries, keys, values, mask
         self.strides = [stride for tensor in strided for stride in (tensor.stride(0), tensor.stride(1))]
         self.flags: dict[str, Any] = {
-            "METRIC": METRICS[inputs.metric],
+            "METRIC": CODES[inputs.metric],
             "POOL": 0 if inputs.values is None else 2 if inputs.labels else 1,
             "KEEP": inputs.keep is not None,
             "MASK": inputs.mask is not None,

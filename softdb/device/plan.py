@@ -27,21 +27,15 @@ class Way(enum.Enum):
 
 
 class Plan(NamedTuple):
-    """Tile sizes of a program, and Triton's launch options."""
+    """Tile sizes of a program, and Triton's launch options: keyword arguments of the kernels."""
 
     BQ: int  # number of queries
     BN: int  # number of records
     BD: int  # columns of a key
     BV: int  # columns of a value, or classes
     BL: int  # columns of a key for l2 distances
-    warps: int
-    stages: int
-
-    @property
-    def options(self) -> dict[str, int]:
-        """Tile sizes and launch options as keyword arguments of the kernels."""
-        tiles = {name: getattr(self, name) for name in ("BQ", "BN", "BD", "BV", "BL")}
-        return tiles | {"num_warps": self.warps, "num_stages": self.stages}
+    num_warps: int
+    num_stages: int
 
 
 def plan_of(inputs: DevicePass, way: Way = Way.FORWARD) -> Plan:

@@ -28,7 +28,7 @@ from softdb.scores import Cosine, Dot, Gaussian, NegativeL2, Score
 EQUATIONS = {Metric.DOT: reference.dot, Metric.COSINE: reference.cosine, Metric.L2: reference.negative_l2}
 every_metric = pytest.mark.parametrize("metric", Metric)
 CLASSES = 19
-SMALL = Plan(BQ=16, BN=16, BD=16, BV=16, BL=16, warps=4, stages=1)
+SMALL = Plan(BQ=16, BN=16, BD=16, BV=16, BL=16, num_warps=4, num_stages=1)
 WIDE = SMALL._replace(BD=256, BV=256, BL=64)  # the interpreter takes as long for each tile, small or large
 EXACT = {torch.float32: 1e-6, torch.float16: 1e-6, torch.bfloat16: 1e-6}  # of the columns as they are stored
 FinderResult = list[Tensor]
