@@ -47,7 +47,7 @@ def ordered(
 
 
 def scores_at(
-    snapshot: Snapshot,
+    column: Any,  # of keys or values, as `Snapshot.key_column`
     queries: Floats,  # (q, d)
     positions: Rows,  # (q, c), -1 = none
     metric: Metric,
@@ -57,12 +57,12 @@ def scores_at(
     if not scores.size:
         return scores
     plain, positions = prepared(queries, metric), np.ascontiguousarray(positions)
-    keys, code, single = snapshot.key_column, CODES[metric], len(scores) == 1
+    code, single = CODES[metric], len(scores) == 1
 
     def some(run: slice) -> tuple[Any, ...]:
         if single:  # threads share the candidates of the single query
-            return plain, positions[:, run], keys, code, scores[:, run]
-        return plain[run], positions[run], keys, code, scores[run]
+            return plain, positions[:, run], column, code, scores[:, run]
+        return plain[run], positions[run], column, code, scores[run]
 
     by_lines(native().score, some, scores.size if single else len(scores), positions.size * plain.shape[1])
     return scores

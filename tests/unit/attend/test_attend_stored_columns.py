@@ -73,7 +73,7 @@ def test_threads_share_the_candidates_of_a_single_query(monkeypatch: pytest.Monk
     records, positions = world("float32")
     query = np.random.default_rng(1).standard_normal((1, 7)).astype(np.float32)
     for line in positions:
-        actual = scores_at(records, query, line[None], Metric.L2)
+        actual = scores_at(records.key_column, query, line[None], Metric.L2)
         truth = -((records.keys_at(line).double() - torch.from_numpy(query)) ** 2).sum(1)
         truth = truth.masked_fill(torch.from_numpy(line < 0), -torch.inf)
         torch.testing.assert_close(torch.from_numpy(actual[0]).double(), truth, rtol=1e-5, atol=0)
