@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TypeVar
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -12,19 +14,20 @@ from softdb.check import Metric
 from softdb.index.contract import Floats
 from softdb.index.placement import RecordColumns
 from softdb.index.rerank import ordered
-from softdb.scoring import score_of
+from softdb.scoring import Score, ScoreFunction, score_of
 
 GATHERED = 1 << 24  # numbers of candidate keys gathered at once: 64 MB
+Own = TypeVar("Own", Positions, Positions | None)
 
 
-def chunks(queries: Tensor, excluded: Positions | None, count: int) -> list[tuple[Tensor, Positions | None]]:
-    """Split queries into chunks of at most max(1, count), each with the records that its queries exclude."""
+def chunks(queries: Tensor, positions: Own, count: int) -> list[tuple[Tensor, Own]]:
+    """Split queries into chunks of at most max(1, count), each with its lines of `positions` (one line is for all)."""
     if len(queries) <= count:
-        return [(queries, excluded)]
+        return [(queries, positions)]
     parts = torch.split(queries, max(1, count))
-    if excluded is None or len(excluded) == 1:
-        return [(chunk, excluded) for chunk in parts]
-    return list(zip(parts, np.split(excluded, range(len(parts[0]), len(queries), len(parts[0]))), strict=True))
+    if positions is None or len(positions) == 1:
+        return [(chunk, positions) for chunk in parts]
+    return list(zip(parts, np.split(positions, range(len(parts[0]), len(queries), len(parts[0]))), strict=True))
 
 
 def without(
@@ -62,6 +65,15 @@ def scored(
             return torch.from_numpy(snapshot.rows(positions)), torch.from_numpy(scores)
     exact, order = score_rows(score, queries, snapshot, positions).sort(dim=1, descending=True, stable=True)
     return torch.from_numpy(snapshot.rows(positions)).to(queries.device).gather(1, order), exact
+
+
+def score_all(score: Score | ScoreFunction, queries: Tensor, columns: RecordColumns, positions: Positions) -> Tensor:
+    """Return the scores (q, k) of any number of candidates (q, k) by `score_rows`, with GATHERED numbers at once."""
+    width, lines = max(1, GATHERED // queries.shape[1]), []
+    for chunk, own in chunks(queries, positions, width // max(1, positions.shape[1])):
+        pieces = np.split(own, range(width, own.shape[1], width), axis=1)
+        lines.append(torch.cat([score_rows(score, chunk, columns, piece) for piece in pieces], 1))
+    return torch.cat(lines)
 
 
 def joined(parts: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:

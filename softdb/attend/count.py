@@ -11,11 +11,11 @@ from numpy.typing import NDArray
 
 from softdb.answers import Estimate
 from softdb.attend.blocks import scored_tiles
+from softdb.attend.candidates import score_all
 from softdb.attend.error import f_quantile
 from softdb.attend.protocol import IndexedRecords, SourceRecords
 from softdb.attend.request import Live, Positions, Request
 from softdb.attend.rounds import record_bytes
-from softdb.attend.scoring import score_rows
 from softdb.check import Tolerance
 from softdb.index.contract import Numbers, prepared
 from softdb.index.planner import draw_cost, pass_cost
@@ -25,9 +25,7 @@ from softdb.kernels import native
 
 FIRST, GROWTH = 400, 4  # number of records drawn for a query in the first round; factor for each further round
 BOUNDARY = 1.0  # number of records by which a count may be wrong although no draw shows it; added to the bar
-
 EXACTLY = 16  # number of queries that are counted exactly at the same time
-GATHERED = 1 << 24  # numbers of keys gathered at once for exact counts, if keys cannot be read in place
 
 
 @torch.no_grad()
@@ -77,7 +75,7 @@ def count_drawn(
 def count_exactly(source: IndexedRecords, request: Request, least: float) -> NDArray[np.int64]:  # (q,)
     """Count the records that score at least `least` exactly. Cost q n d."""
     ball = _Ball(request, source, Tolerance(0.0, 0.0, 0.0, None), least, request.keep(source.live))
-    return ball.exactly(np.arange(len(request.queries)), ball.keep).astype(np.int64)
+    return ball.exactly(np.arange(len(request.queries)), ball.keep)
 
 
 class _Ball(NamedTuple):
@@ -93,18 +91,15 @@ class _Ball(NamedTuple):
         """Return the largest error that meets the tolerance, for each count."""
         return self.tolerance.atol + self.tolerance.rtol * np.maximum(counts, 1)
 
-    def exactly(self, which: Positions, keep: Live) -> Numbers:  # (w,)
+    def exactly(self, which: Positions, keep: Live) -> NDArray[np.int64]:  # (w,)
         """Count exactly for the queries `which`, among the records in the mask `keep`."""
         score, columns = self.request.score, self.source.columns
         counts = []
         for few in np.array_split(which, max(1, -(-len(which) // EXACTLY))):
             queries = self.request.queries[torch.from_numpy(few)]
             positions = self.source.in_radius(Query(queries, 0, self.source.schema.metric, keep, least=self.least))
-            count, step = np.zeros(len(few)), max(1, GATHERED // (EXACTLY * queries.shape[1]))
-            for some in np.split(positions, range(step, positions.shape[1], step), axis=1):
-                scores = score_rows(score, queries, columns, some).detach().cpu().numpy()
-                count += ((scores >= self.least) & (some >= 0)).sum(1)
-            counts.append(count)
+            scores = score_all(score, queries, columns, positions).detach().cpu().numpy()
+            counts.append(((scores >= self.least) & (positions >= 0)).sum(1))
         return np.concatenate(counts)
 
     def too_dear(self, sampler: Sampler, queries: int, drawn: int, records: int) -> bool:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from softdb.answers import Pooled
 from softdb.attend.blocks import pool_into, scored_tiles, scores_of
+from softdb.attend.candidates import GATHERED, chunks
 from softdb.attend.nearest import nearest
 from softdb.attend.protocol import SourceRecords
 from softdb.attend.request import Candidates, Positions, Request, Scored
@@ -21,7 +22,6 @@ from softdb.scoring import Argmax, Softmax, Sparse, Uniform
 from softdb.scoring.score import alike
 
 FIRST, GROWTH, MOST = 32, 8, 2048  # numbers of candidates tried before a pass over every record: 32, 256, 2048
-GATHERED = 1 << 24  # numbers of candidate keys gathered at once: 64 MB
 
 
 def exact(source: SourceRecords, request: Request) -> Pooled:
@@ -82,19 +82,15 @@ def _weigh(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return the weights (q, k) of candidates, and a mask (q,), True = no other record can have weight."""
     positions, weights, proven = candidates.positions, [], []
-    chunk = max(1, GATHERED // max(1, positions.shape[1] * request.queries.shape[1]))
-    for low in range(0, len(positions), chunk):
-        chunk_slice = slice(low, low + chunk)
-        own = replace(request, queries=request.queries[chunk_slice])
-        live = torch.from_numpy(positions[chunk_slice] >= 0).to(request.queries.device)
-        scores = source.scored(own, positions[chunk_slice]).scores
+    size = GATHERED // max(1, positions.shape[1] * request.queries.shape[1])
+    for queries, own in chunks(request.queries, positions, size):
+        live = torch.from_numpy(own >= 0).to(queries.device)
+        scores = source.scored(replace(request, queries=queries), own).scores
         chunk_weights, _, threshold = by.weigh(scores, request.temperature, live)
         weights.append(chunk_weights.cpu())
-        complete = live.sum(1) == taking_part[chunk_slice].to(live.device)
-        if live.shape[1]:
-            complete |= scores.masked_fill(~live, torch.inf).amin(1) <= threshold
-        proven.append(complete.cpu())
-    return torch.cat(weights).numpy(), torch.cat(proven).numpy()
+        proven.append((live & (scores <= threshold.unsqueeze(1))).any(1).cpu())
+    complete = (positions >= 0).sum(1) == taking_part.cpu().numpy()
+    return torch.cat(weights).numpy(), complete | torch.cat(proven).numpy()
 
 
 class AllScores(NamedTuple):

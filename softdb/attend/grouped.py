@@ -127,9 +127,8 @@ def _score_groups(query: Query, source: IndexedRecords, best: list[_Chosen]) -> 
     positions = np.array([[*line, *[-1] * (width - len(line))] for line in lines], np.int64).reshape(len(lines), width)
     if not width:
         return torch.empty(len(queries), 0, dtype=torch.int64, device=queries.device), queries[:, :0]
-    parts, size = [], max(1, GATHERED // (width * queries.shape[1]))
-    for start in range(0, len(queries), size):
-        chunk, own = queries[start : start + size], positions[start : start + size]
+    parts = []
+    for chunk, own in chunks(queries, positions, GATHERED // (width * queries.shape[1])):
         if query.group_size == 1:
             parts.append(scored(chunk, columns, metric, own, None))
         else:  # in the order of the groups, not sorted by score

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from softdb.answers import Hits
-from softdb.attend.candidates import GATHERED, chunks, joined, scored, without
+from softdb.attend.candidates import GATHERED, chunks, joined, score_all, scored, without
 from softdb.attend.grouped import grouped
 from softdb.attend.protocol import IndexedRecords
 from softdb.attend.request import Positions
@@ -78,14 +78,8 @@ def _in_radius(query: Query, source: IndexedRecords) -> tuple[Tensor, Tensor]:  
 def _near_enough(query: Query, source: IndexedRecords) -> tuple[Tensor, Tensor]:  # (q, m), (q, m)
     queries, columns = query.queries, source.columns
     candidates, _ = without(source.in_radius(query), None, query.excluded, None)
-    score, pieces, width = score_of(query.metric), [], max(1, GATHERED // queries.shape[1])
-    lines = max(1, width // max(1, candidates.shape[1]))
-    for chunk, own in zip(
-        torch.split(queries, lines), np.split(candidates, range(lines, len(candidates), lines)), strict=True
-    ):
-        some = np.split(own, range(width, own.shape[1], width), axis=1)
-        pieces.append(torch.cat([score_rows(score, chunk, columns, positions) for positions in some], 1))
-    scores, rows = torch.cat(pieces), torch.from_numpy(columns.rows(candidates)).to(queries.device)
+    scores = score_all(score_of(query.metric), queries, columns, candidates)
+    rows = torch.from_numpy(columns.rows(candidates)).to(queries.device)
     near = (scores >= cast("float", query.least)) & (rows >= 0)
     scores, order = scores.masked_fill(~near, -torch.inf).sort(dim=1, descending=True, stable=True)
     most = int(near.sum(1).amax()) if near.numel() else 0

@@ -61,7 +61,7 @@ def chosen(metric: str, query: Array, keys: Array, k: int, diversity: float) -> 
 def test_a_radius_finds_every_record_within_it(
     metric: str, dtype: Any, q: int, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(hits_file, "GATHERED", 200)
+    monkeypatch.setattr("softdb.attend.candidates.GATHERED", 200)
     monkeypatch.setattr(hits_file, "RANGED", 3)
     monkeypatch.setattr("softdb.index.flat._block_for", lambda queries, dim: 64)
     keys = awkward(rng, 300, 6).astype(dtype)
