@@ -275,12 +275,8 @@ def _from_host(snapshot: Snapshot, values: bool, where: Where) -> list[Tensor]:
     """Return a column's elements at some positions, in host memory; a slice gives one tensor for each segment."""
     if not isinstance(where, slice):
         return [(snapshot.values_at if values else snapshot.keys_at)(where)]
-    pieces = []
-    for segment, offset in zip(snapshot.segments, snapshot.starts.tolist(), strict=False):
-        low, high = max(0, where.start - offset), min(len(segment), where.stop - offset)
-        if low < high:
-            pieces.append(torch.from_numpy((segment.values_or_keys if values else segment.keys)[low:high]))
-    return pieces
+    segments = snapshot.part(where.start, where.stop).segments
+    return [torch.from_numpy(segment.values_or_keys if values else segment.keys) for segment in segments]
 
 
 def _upload(parts: list[Tensor], device: torch.device) -> Tensor:  # each (m_i, …) -> (m, …)
