@@ -84,7 +84,8 @@ def _in_panels(queries: Floats) -> Floats:  # (q, d) -> (p, d · PANEL)
     count = (q + PANEL // 2) // PANEL
     padded = np.zeros((count * PANEL, d), np.float32)
     padded[:q] = queries[: count * PANEL]
-    return padded.reshape(count, PANEL, d).swapaxes(1, 2).reshape(count, PANEL * d)
+    panels: Floats = padded.reshape(count, PANEL, d).swapaxes(1, 2).reshape(count, PANEL * d)
+    return panels
 
 
 class Scan:
