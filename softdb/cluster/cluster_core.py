@@ -201,12 +201,12 @@ class ClusterCore(Core[Sharded]):
         return None
 
     def taking_part(
-        self, queries: Any, width: int, where: dict[str, Any] | None, mask: Any
+        self, queries: Any, by: Any, where: dict[str, Any] | None, mask: Any
     ) -> tuple[Tensor, None, None, Sharded]:
-        """Return checked queries (q, width), None, None and the source; `where` filters. Raises BadInput for a mask."""
+        """Return checked queries, None, None and the source; `where` filters. Raises BadInput for a mask."""
         if mask is not None:
             raise BadInput("mask needs an order of rows, which a cluster does not have; pass a filter as where=")
-        return self.as_queries(queries, width), None, None, Sharded(self.caller, where)
+        return self.as_queries(queries, by), None, None, Sharded(self.caller, where)
 
     def search(self, search: SearchArguments) -> Hits:
         """Search every shard, and return the best hits of all. Raises BadInput for arguments of a single database."""

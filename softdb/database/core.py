@@ -145,9 +145,9 @@ class Core(Protocol[S]):
         """Delete records by id, or those that a filter matches, and return the number of deleted records."""
 
     def taking_part(
-        self, queries: Any, width: int, where: dict[str, Any] | None, mask: Any
+        self, queries: Any, by: Score | ScoreFunction, where: dict[str, Any] | None, mask: Any
     ) -> tuple[Tensor, Allowed | None, Tensor | None, S]:
-        """Check queries and mask; return queries (q, width), the filter's mask of positions, `mask`, and the source."""
+        """Check queries for a score, and the mask; return both, the filter's mask of positions, and the source."""
 
     def device_failed(self, verb: str, error: Exception) -> DeviceFailed:
         """Convert the error of a device to DeviceFailed."""
@@ -158,11 +158,12 @@ class Core(Protocol[S]):
         """Description of the database in an export: schema, declared fields, and the encoder's name."""
         return {**self.schema.described, "fields": self.fields, "encoder": self.encoder_name}
 
-    def as_queries(self, queries: Vectors, width: int | None = None) -> Tensor:
-        """Check queries, or encode query texts, and return vectors (q, width). Raises BadInput."""
+    def as_queries(self, queries: Vectors, by: Score | ScoreFunction | None = None) -> Tensor:
+        """Check queries, or encode query texts; return vectors (q, d), or as wide as a score needs. Raises BadInput."""
         dim, default = self.schema.dim, None if self.schema.dim else DEFAULT  # as `encoder_for` of the first texts
+        width = dim if by is None else query_width(by, dim)
         vectors = check.encoded(queries, "queries", lambda: check.query_encoder(self.encoder() or default))
-        if width in (None, dim):
+        if width == dim:
             return check.queries(vectors, dim, self.device)
         return check.queries(vectors, width, self.device, "this score takes queries")
 
@@ -185,7 +186,7 @@ class Core(Protocol[S]):
             raise BadInput(f"score is {check.shown(score)}; expected an object of softdb.scores or a callable")
         self.require_width()
         by = score_of(self.schema.metric) if score is None else score
-        tensor, allowed, mask, source = self.taking_part(queries, query_width(by, self.schema.dim), where, mask)
+        tensor, allowed, mask, source = self.taking_part(queries, by, where, mask)
         temperature = check.temperature(temperature, check.leading(queries, len(tensor)))
         generator = check.generator(generator)
         seed = 0 if generator is None else int(torch.randint(1 << 40, (), generator=generator))
@@ -201,6 +202,11 @@ def with_one_encoder(store: FilteredStore, prepare: Callable[[], T]) -> T:
     loader = store.loader
     while True:
         keyed = loader.loaded.keyed
-        prepared = prepare()
+        try:
+            prepared = prepare()
+        except BadInput:  # for example, the encoder's vectors have another width than the keys had
+            if loader.loaded.keyed is keyed:
+                raise
+            continue
         if loader.loaded.keyed is keyed:
             return prepared

@@ -128,11 +128,11 @@ class DatabaseCore(Core[Stored]):
 
     # -- questions -------------------------------------------------------------------------------------------------
 
-    def as_queries(self, queries: Vectors, width: int | None = None) -> Tensor:
-        """Check queries, or encode query texts, and return vectors (q, width). Raises BadInput."""
+    def as_queries(self, queries: Vectors, by: Any = None) -> Tensor:
+        """Check queries, or encode query texts; return vectors (q, d), or as wide as a score needs. Raises BadInput."""
         if self.finder.devices is not None:
             self.finder.devices.require_process()
-        return super().as_queries(queries, width)
+        return super().as_queries(queries, by)
 
     def search(self, search: SearchArguments) -> Hits:
         """Search with the arguments of `Questions.search`. Raises BadInput."""
@@ -208,12 +208,12 @@ class DatabaseCore(Core[Stored]):
         return query, self.source(snapshot, tensor.device)
 
     def taking_part(
-        self, queries: Any, width: int, where: dict[str, Any] | None, mask: Any
+        self, queries: Any, by: Any, where: dict[str, Any] | None, mask: Any
     ) -> tuple[Tensor, NDArray[np.bool_] | None, Tensor | None, Stored]:
-        """Check queries and mask; return queries (q, width), the filter's mask of positions, `mask`, and the source."""
+        """Check queries for a score, and the mask; return both, the filter's mask of positions, and the source."""
 
         def prepare() -> tuple[Tensor, NDArray[np.bool_] | None, Stored]:
-            tensor = self.as_queries(queries, width)
+            tensor = self.as_queries(queries, by)
             snapshot, allowed = self.view(where)
             return tensor, allowed, self.source(snapshot, tensor.device)
 

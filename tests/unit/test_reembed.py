@@ -457,6 +457,32 @@ def test_threads_write_and_search_during_a_reembedding(tmp_path: Path, durabilit
         made_by(db, model)
 
 
+QUERIES: list[Callable[[softdb.SoftDB], Any]] = [
+    lambda db: db.attend([text(2)], temperature=0.5),
+    lambda db: db.attend([text(2)], temperature=0.5, where={"text": {"$exists": True}}),
+    lambda db: db.search([text(2)], k=1),
+    lambda db: db.count_within([text(2)], 0.5),
+]
+
+
+@pytest.mark.parametrize("query", QUERIES)
+def test_a_query_text_that_meets_a_reembedding_to_another_width_is_encoded_again(query: Any) -> None:
+    """Its vectors are as wide as the new keys, though the old width was read before."""
+    later = Model("b", 6)
+
+    class Switching(Model):
+        def __call__(self, texts: Sequence[str]) -> np.ndarray:
+            if text(2) not in texts or databases[0].dim == 6:
+                return super().__call__(texts)
+            databases[0].reembed(later)
+            return later(texts)
+
+    databases = [softdb.open(None, encoder=Switching())]
+    databases[0].insert([0, 1, 3], [text(0), text(1), text(3)], payloads=[payload(i) for i in (0, 1, 3)])
+    query(databases[0])
+    assert databases[0].dim == 6
+
+
 READER = """
 import sys, softdb
 db = softdb.open(sys.argv[1], mode="r")
