@@ -20,7 +20,7 @@ from softdb.attend.protocol import SourceRecords
 from softdb.attend.request import Positions, Request
 from softdb.check import Metric
 from softdb.index.placement import RecordColumns
-from softdb.index.rerank import scores_at
+from softdb.index.rerank import CODES, scores_at
 from softdb.kernels import available, native
 from softdb.kernels.threads import by_lines
 from softdb.pool import pool
@@ -148,9 +148,14 @@ class Rowwise(NamedTuple):
 class _Dots(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, column: Rowwise) -> Tensor:
-        ctx.column = column
-        result = scores_at(column.column, x.detach().numpy(), column.positions, Metric.DOT)
-        result[column.positions < 0] = 0
+        ctx.column, positions, code = column, column.positions, CODES[Metric.DOT]
+        plain, result = np.ascontiguousarray(x.detach().numpy(), np.float32), np.empty(positions.shape, np.float32)
+
+        def arguments(run: slice) -> tuple[Any, ...]:
+            return plain[run], positions[run], column.column, code, result[run]
+
+        by_lines(native().score, arguments, len(result), positions.size * plain.shape[1])
+        result[positions < 0] = 0
         return torch.from_numpy(result).to(x.dtype)
 
     @staticmethod

@@ -50,6 +50,7 @@ NOT_NEEDED = {
     "append: head of catalog.sqlite-wal before append: sync values (write)": "a WAL without a commit shows nothing",
     "compact: sync_directory * before compact: truncate *": _ALL_BEFORE,
     "compact: sync * before compact: sync *": _ALL_BEFORE,
+    "compact: sync keys (write) before compact: write rows": _ALL_BEFORE,
     "compact: write keys before compact: sync_directory *": _ALL_BEFORE,
     "compact: create keys before compact: commit of * and its mark": "that commit takes a number, which may go unused",
     "index: make directory before index: sync_directory *": _CACHE,
