@@ -75,13 +75,13 @@ def test_exact_search_agrees_with_the_reference(metric: Any, dtype: Any, k: int,
 @pytest.mark.parametrize(("dtype", "dim"), [("float32", 3), ("float16", 65), ("float32", 130), ("float32", 1024)])
 def test_a_batch_of_any_size_gives_the_answers_of_single_queries(metric: Any, dtype: Any, dim: int) -> None:
     """Kernels compare 16 queries at once; the last ones of a batch are compared in fours, or alone."""
-    keys = world(203, dim).astype(dtype)
+    keys = (world(203, dim) * np.exp(np.random.default_rng(3).normal(0, 1.5, (203, 1)))).astype(dtype)
     queries = np.concatenate([world(30, dim, 1), keys[-3:].astype(np.float32)])
     with holding(keys, metric=metric, dtype=dtype) as db:
         db.delete(list(range(0, 203, 7)))
         single = torch.cat([db.search(query, k=9, exact=True).rows for query in queries])
         scores = reference(metric, queries, keys)
-        scale = lengths(queries, keys) + np.abs(scores)
+        scale = lengths(queries, keys.astype(np.float32)) + np.abs(scores)
         scores[:, ::7] = -np.inf
         check(db.search(queries, k=9, exact=True), scores, 9, scale)
         for count in (7, 8, 15, 16, 17, 23, 24, 33):
